@@ -1,0 +1,76 @@
+# Everything runs in virtual environments of this directory; Python 3.11 or newer is all that must be there.
+#   make demo    encode the photographs in deploy/demo through a server on this machine's CPU
+#   make test    the tests; ARGS go to pytest: make test ARGS="tests/unit -k budgets"
+#   make check   lint, format, types, wire contract, generated code
+#   make proto   generate client/opticnerve/v1 from proto/
+#   make bench   the tower by replay and by eager; ARGS="--model preset:qwen3-vl-8b"
+#   make lock    resolve the versions in constraints.txt anew
+
+.SUFFIXES:
+.DELETE_ON_ERROR:
+.PHONY: demo test check lint types wire generated proto bench lock
+
+# Without byte code on disk every import of torch is twice as slow.
+unexport PYTHONDONTWRITEBYTECODE
+
+BIN := .venv/bin
+UV := $(BIN)/uv
+# Where wheels lie on disk, such as a CPU build of torch, they are preferred to those of the package index.
+FIND_LINKS := $(if $(PIP_FIND_LINKS),--find-links "$(PIP_FIND_LINKS)")
+
+demo: .venv/installed
+	$(BIN)/python deploy/demo/demo.py $(ARGS)
+
+test: .venv/installed
+	$(BIN)/python -m pytest $(ARGS)
+
+check: lint types wire generated
+
+lint: .venv/installed
+	$(BIN)/ruff check --quiet
+	$(BIN)/ruff format --quiet --check
+
+types: .venv/installed
+	$(BIN)/mypy
+
+wire: .venv/installed
+	$(BIN)/buf lint proto
+	$(BIN)/buf format proto --diff --exit-code
+
+# What protoc makes of proto/ today is what is committed. --exclude spares compiled Python.
+generated: .proto-venv/installed
+	rm -rf .proto-venv/out && mkdir .proto-venv/out
+	$(call protoc,.proto-venv/out)
+	diff -r --exclude=__pycache__ --exclude=__init__.py .proto-venv/out/opticnerve/v1 client/opticnerve/v1
+
+proto: .proto-venv/installed
+	$(call protoc,client)
+
+protoc = PATH="$(CURDIR)/.proto-venv/bin:$$PATH" .proto-venv/bin/python -m grpc_tools.protoc -Iproto \
+	--python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) \
+	proto/opticnerve/v1/encoder.proto
+
+bench: .venv/installed
+	$(BIN)/python -m opticnerve_server.bench.tower $(ARGS)
+
+# CUDA's own wheels are left out: which ones there are depends on the build of torch that is installed.
+lock: .venv/installed
+	$(UV) pip compile --quiet --universal --no-annotate --no-header --no-emit-index-url --no-emit-find-links \
+		--upgrade --extra dev pyproject.toml | grep -Ev '^(nvidia-|cuda-|triton|opticnerve)' > .venv/constraints
+	mv .venv/constraints constraints.txt
+
+.venv/uv:
+	@python3 -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Opticnerve needs Python 3.11 or newer")'
+	python3 -m venv .venv
+	$(BIN)/python -m pip install --quiet uv
+	touch $@
+
+.venv/installed: .venv/uv pyproject.toml constraints.txt
+	$(UV) pip install --quiet --python $(BIN)/python $(FIND_LINKS) --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+# The oldest generator whose code runs on every protobuf that the client allows, apart from the runtime's own version.
+.proto-venv/installed: .venv/uv Makefile
+	python3 -m venv .proto-venv
+	$(UV) pip install --quiet --python .proto-venv/bin/python grpcio-tools==1.71.2 mypy-protobuf==3.6.0 setuptools
+	touch $@

@@ -1,0 +1,34 @@
+"""The Opticnerve client: images in, the embeddings of a vision-language model's vision tower out.
+
+    import opticnerve
+
+    with opticnerve.Client("localhost:50051") as client:
+        for embedding in client.encode(["cat.jpg", "dog.png"]):
+            print(embedding.grid, embedding.array.shape, embedding.outcome)
+
+`AsyncClient` is the same for asyncio. Errors are in `opticnerve.errors`, the wire messages in `opticnerve.v1`. This
+package imports neither torch nor PIL.
+"""
+
+from opticnerve.client import AsyncClient
+from opticnerve.errors import OpticnerveError, ProtocolError, ServerError
+from opticnerve.media import ImageSource, SizeSource, digest
+from opticnerve.sync import Client
+from opticnerve.tensors import Dispatch, Embedding, Grid, ItemPlan, Span, Timings
+
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "Dispatch",
+    "Embedding",
+    "Grid",
+    "ImageSource",
+    "ItemPlan",
+    "OpticnerveError",
+    "ProtocolError",
+    "ServerError",
+    "SizeSource",
+    "Span",
+    "Timings",
+    "digest",
+]

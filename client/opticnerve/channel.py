@@ -1,0 +1,98 @@
+"""Connections to a server, with the options that users of such a service expect; all gRPC settings are here.
+
+Three defaults of gRPC would hurt: a call is not retried when its request is over 256 KiB, which every photograph is; a
+connection that died silently is noticed after hours; a channel sends all its calls to one of several servers.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, cast
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+
+from opticnerve.errors import ProtocolError, ServerError, from_status
+from opticnerve.v1 import encoder_pb2_grpc
+
+if TYPE_CHECKING:
+    from opticnerve.v1.encoder_pb2_grpc import EncoderServiceAsyncStub
+
+SERVICE = "opticnerve.v1.EncoderService"
+
+# No "timeout" here: gRPC takes the smaller of it and the caller's own, so it would cut every longer deadline short.
+# The default deadline is the client's (`client.DEFAULT_TIMEOUT_S`).
+SERVICE_CONFIG: dict[str, Any] = {
+    "loadBalancingConfig": [{"round_robin": {}}],
+    "healthCheckConfig": {"serviceName": SERVICE},
+    "methodConfig": [
+        {
+            "name": [{"service": SERVICE}],
+            "waitForReady": True,
+            "retryPolicy": {
+                "maxAttempts": 3,
+                "initialBackoff": "0.05s",
+                "maxBackoff": "1s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ],
+    "retryThrottling": {"maxTokens": 10, "tokenRatio": 0.1},
+}
+"""The service config we ship, equal to `deploy/grpc/service-config.json`."""
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # A request over this is sent once only. The server's own default limit of a request.
+    ("grpc.per_rpc_retry_buffer_size", 32 << 20),
+)
+
+
+class Connection:
+    """One channel and the stubs on it. Belongs to the event loop that runs when it is made.
+
+    With `wait_until_ready`, calls go to servers whose health service says SERVING, and wait for one within their
+    deadline. Without it, health is not asked: a call fails at once where no server listens, and reaches a server that
+    is still loading, which answers why it refuses.
+    """
+
+    def __init__(self, server: str, *, wait_until_ready: bool) -> None:
+        config = dict(SERVICE_CONFIG)
+        if not wait_until_ready:
+            del config["healthCheckConfig"]
+            config["methodConfig"] = [{**method, "waitForReady": False} for method in config["methodConfig"]]
+        options = [*CHANNEL_OPTIONS, ("grpc.service_config", json.dumps(config))]
+        self._channel = grpc.aio.insecure_channel(server, options=options)
+        self.encoder = cast("EncoderServiceAsyncStub", encoder_pb2_grpc.EncoderServiceStub(self._channel))
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a server that takes calls is connected now."""
+        return self._channel.get_state() is grpc.ChannelConnectivity.READY
+
+    async def check_health(self, service: str, timeout: float | None) -> str:
+        """Name of the serving status, such as "NOT_SERVING". Raises grpc.aio.AioRpcError."""
+        answer = await self._health.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout)
+        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+
+    async def close(self) -> None:
+        """Cancels what is in flight."""
+        await self._channel.close(None)
+
+
+def to_server_error(error: grpc.aio.AioRpcError) -> ServerError:
+    """The typed error of a failed call, out of its google.rpc.Status where the server sent one."""
+    try:
+        status = rpc_status.from_call(cast("grpc.Call", error))
+    except (ValueError, DecodeError) as broken:
+        raise ProtocolError(f"the call failed with {error.code().name}, its details cannot be read") from broken
+    if status is None:
+        status = status_pb2.Status(code=error.code().value[0], message=error.details() or "no message")
+    return from_status(status)

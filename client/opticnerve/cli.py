@@ -1,0 +1,245 @@
+"""`opticnerve encode|plan|info|health`: the client for people and smoke tests.
+
+Exit codes: 0 all is well; 1 the call or one of its items failed, or the server is not healthy; 2 wrong usage. No call
+waits for a server that is not ready: it fails and says what the server is doing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+from safetensors.numpy import save_file
+
+from opticnerve.client import DEFAULT_SERVER, DEFAULT_TIMEOUT_S
+from opticnerve.errors import OpticnerveError, ServerError
+from opticnerve.media import SizeSource
+from opticnerve.sync import Client
+from opticnerve.tensors import Array, Embedding, ItemPlan
+from opticnerve.v1 import encoder_pb2 as pb
+
+_ENCODE_HEADER = ("item", "size", "grid", "tokens", "path", "outcome", "budget", "ms", "crc32")
+_PLAN_HEADER = ("item", "size", "grid", "tokens")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; `argv` without the program's name, by default the process's. Returns the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        with Client(args.server, timeout=args.timeout, wait_until_ready=False) as client:
+            code: int = args.run(client, args)
+            return code
+    except (OpticnerveError, OSError) as error:
+        print(f"opticnerve: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--server", default=DEFAULT_SERVER, help="gRPC target (default: %(default)s)")
+    common.add_argument("--json", action="store_true", help="print JSON")
+    common.add_argument(
+        "--timeout", type=_seconds, default=DEFAULT_TIMEOUT_S, help="seconds for each call (default: %(default)s)"
+    )
+    parser = argparse.ArgumentParser(prog="opticnerve", description="Calls an Opticnerve server.")
+    commands = parser.add_subparsers(required=True, metavar="encode|plan|info|health")
+
+    encode = commands.add_parser("encode", parents=[common], help="encode image files")
+    encode.add_argument("images", nargs="+", type=_existing_file, metavar="IMAGE", help="image file")
+    encode.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    encode.add_argument(
+        "--out",
+        type=_writable_file,
+        metavar="FILE.safetensors",
+        help='write the rows there: tensor "0" is the first image, its metadata says the rest',
+    )
+    encode.set_defaults(run=_encode)
+
+    plan = commands.add_parser("plan", parents=[common], help="say what encode would answer, without encoding")
+    plan.add_argument("sizes", nargs="+", type=_size, metavar="HEIGHTxWIDTH|IMAGE", help="size in pixels or image file")
+    plan.set_defaults(run=_plan)
+
+    info = commands.add_parser("info", parents=[common], help="describe the server")
+    info.set_defaults(run=_info)
+
+    health = commands.add_parser("health", parents=[common], help="ask whether the server is serving")
+    health.add_argument("service", nargs="?", default="", metavar="SERVICE", help="default: the whole server")
+    health.set_defaults(run=_health)
+    return parser
+
+
+def _encode(client: Client, args: argparse.Namespace) -> int:
+    rows: list[Sequence[str]] = []
+    records: list[dict[str, Any]] = []
+    tensors: dict[str, Array] = {}
+    failures: list[str] = []
+    answers = client.encode(args.images, dtype=args.dtype, return_errors=True)
+    for index, (image, answer) in enumerate(zip(args.images, answers, strict=True)):
+        if isinstance(answer, ServerError):
+            failures.append(f"{image}: {answer}")
+            rows.append([str(image), "-", "-", "-", "-", "failed", "-", "-", "-"])
+            records.append({"item": str(image), "error": _error_record(answer)})
+        else:
+            rows.append([str(image), *_embedding_row(answer)])
+            records.append({"item": str(image), **_embedding_record(answer)})
+            if args.out:
+                tensors[str(index)] = answer.array
+    if args.out:
+        save_file(tensors, args.out, {str(index): json.dumps(record) for index, record in enumerate(records)})
+    return _report(args, _ENCODE_HEADER, rows, records, failures)
+
+
+def _plan(client: Client, args: argparse.Namespace) -> int:
+    rows: list[Sequence[str]] = []
+    records: list[dict[str, Any]] = []
+    failures: list[str] = []
+    for size, answer in zip(args.sizes, client.plan(args.sizes, return_errors=True), strict=True):
+        name = f"{size[0]}x{size[1]}" if isinstance(size, tuple) else str(size)
+        if isinstance(answer, ServerError):
+            failures.append(f"{name}: {answer}")
+            rows.append([name, "-", "-", "-"])
+            records.append({"item": name, "error": _error_record(answer)})
+        else:
+            rows.append([name, *_plan_row(answer)])
+            records.append({"item": name, "plan": asdict(answer)})
+    return _report(args, _PLAN_HEADER, rows, records, failures)
+
+
+def _info(client: Client, args: argparse.Namespace) -> int:
+    info = client.info()
+    if args.json:
+        print(json.dumps(MessageToDict(info, preserving_proto_field_name=True), indent=2))
+    else:
+        print(_table(_info_rows(info)))
+    return 0
+
+
+def _health(client: Client, args: argparse.Namespace) -> int:
+    status = client.health(args.service)
+    print(json.dumps({"service": args.service, "status": status}) if args.json else status)
+    return 0 if status == "SERVING" else 1
+
+
+def _report(
+    args: argparse.Namespace,
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    records: Sequence[dict[str, Any]],
+    failures: Sequence[str],
+) -> int:
+    print(json.dumps(records, indent=2) if args.json else _table([header, *rows]))
+    for failure in failures:
+        print(f"opticnerve: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def _plan_row(plan: ItemPlan) -> list[str]:
+    return [f"{plan.processed_height}x{plan.processed_width}", "x".join(map(str, plan.grid)), str(plan.tokens)]
+
+
+def _embedding_row(embedding: Embedding) -> list[str]:
+    dispatches = embedding.dispatches
+    return [
+        *_plan_row(embedding.plan),
+        "+".join(dispatch.path for dispatch in dispatches) or "-",
+        "+".join(dispatch.outcome for dispatch in dispatches) or embedding.outcome,
+        "+".join(str(dispatch.budget or "-") for dispatch in dispatches) or "-",
+        f"{1000 * embedding.timings.total:.1f}",
+        f"{embedding.crc32:08x}",
+    ]
+
+
+def _embedding_record(embedding: Embedding) -> dict[str, Any]:
+    return {
+        "plan": asdict(embedding.plan),
+        "dtype": embedding.array.dtype.name,
+        "hidden": embedding.hidden,
+        "deepstack_levels": len(embedding.deepstack),
+        "outcome": embedding.outcome,
+        "dispatches": [asdict(dispatch) for dispatch in embedding.dispatches],
+        "timings": asdict(embedding.timings),
+        "digest": embedding.digest.hex(),
+        "crc32": f"{embedding.crc32:08x}",
+        "instance_id": embedding.instance_id,
+    }
+
+
+def _error_record(error: ServerError) -> dict[str, Any]:
+    return {
+        "code": error.code,
+        "reason": error.reason,
+        "message": error.message,
+        "retry_after": error.retry_after,
+        "metadata": error.metadata,
+    }
+
+
+def _info_rows(info: pb.GetServerInfoResponse) -> list[Sequence[str]]:
+    layout = info.layout
+    rows: list[Sequence[str]] = [
+        ("version", info.version),
+        ("instance", info.instance_id),
+        ("phase", f"{pb.Phase.Name(info.phase).removeprefix('PHASE_')} {info.phase_detail}"),
+        ("model", info.model),
+        ("architecture", info.architecture),
+        ("fingerprint", info.fingerprint),
+        ("device", info.device),
+        ("attention backend", info.attention_backend),
+        ("modalities", ", ".join(info.modalities)),
+        ("row", f"{layout.hidden} x {1 + layout.deepstack_levels} levels"),
+    ]
+    for path in info.paths:
+        budgets = ", ".join(map(str, path.budgets)) or "no graphs"
+        rows.append((f"path {path.name}", f"{budgets} ({path.graph_memory_bytes / 2**20:.0f} MiB)"))
+    for field, value in info.limits.ListFields():
+        rows.append((field.name.replace("_", " "), str(value)))
+    occupancy = info.occupancy
+    rows.append(("occupancy", f"{occupancy.items} items, {occupancy.tokens} tokens, {occupancy.bytes} bytes"))
+    rows += [(f"{name}: reason", reason) for name, reason in sorted(info.reasons.items())]
+    rows += [(f"decode: {topic}", sentence) for topic, sentence in sorted(info.decode_contract.items())]
+    return rows
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds over 0")
+    return seconds
+
+
+def _existing_file(text: str) -> Path:
+    path = Path(text)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text}")
+    return path
+
+
+def _writable_file(text: str) -> Path:
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no directory {path.parent}")
+    return path
+
+
+def _size(text: str) -> SizeSource:
+    match = re.fullmatch(r"(\d+)x(\d+)", text)
+    return (int(match[1]), int(match[2])) if match else _existing_file(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,308 @@
+"""The client: its calls, and what becomes of those that fail. `sync.py` has the same without an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Iterable
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar, overload
+
+import grpc.aio
+
+from opticnerve.channel import Connection, to_server_error
+from opticnerve.errors import (
+    DeadlineExceededError,
+    ImageInvalidError,
+    ProtocolError,
+    RequestTooLargeError,
+    ResourceExhaustedError,
+    ServerError,
+    from_item,
+)
+from opticnerve.media import ImageSource, SizeSource, to_items, to_media_size
+from opticnerve.retry import Patience
+from opticnerve.tensors import DtypeName, Embedding, ItemPlan, Receiver, to_wire_dtype
+from opticnerve.v1 import encoder_pb2 as pb
+
+DEFAULT_SERVER = "127.0.0.1:50051"
+DEFAULT_TIMEOUT_S = 30.0
+
+_PHASE_TIMEOUT_S = 1.0  # to learn, after a call failed, what the server was doing
+_HEADER_BYTES = 64 << 10  # first bytes of a file: enough to know the size of almost every image
+
+T = TypeVar("T")
+
+
+class AsyncClient:
+    """Calls Opticnerve servers. Belongs to the event loop of its first call; its calls may run concurrently.
+
+    Args:
+        server: gRPC target, such as "host:port" or "dns:///name:port". Calls are spread over its addresses.
+        timeout: seconds for each call that names none, retries included; math.inf for no deadline.
+        wait_until_ready: True lets `encode` and `plan` wait, within their deadline, for a server that is ready. False
+            fails with the reason: UnavailableError where nothing listens, LoadingError, CapturingGraphsError and so on.
+        model: refuse servers of another model (ModelNotLoadedError); "" takes any.
+        fingerprint: refuse to encode where embeddings do not fit this one (FingerprintMismatchError); "" takes any.
+
+    Every call raises ServerError, by leaf (`opticnerve.errors`), and ProtocolError.
+    """
+
+    def __init__(
+        self,
+        server: str = DEFAULT_SERVER,
+        *,
+        timeout: float = DEFAULT_TIMEOUT_S,
+        wait_until_ready: bool = True,
+        model: str = "",
+        fingerprint: str = "",
+    ) -> None:
+        self._server = server
+        self._timeout = timeout
+        self._wait_until_ready = wait_until_ready
+        self._model = model
+        self._fingerprint = fingerprint
+        self._connections: dict[bool, Connection] = {}  # by wait_until_ready
+        self._max_request_bytes = 0  # 0 until a server has told it
+        self._closed = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends the connections; calls in flight are cancelled."""
+        self._closed = True
+        for connection in self._connections.values():
+            await connection.close()
+
+    @overload
+    def encode(
+        self,
+        items: Iterable[ImageSource],
+        *,
+        dtype: DtypeName = ...,
+        timeout: float | None = ...,
+        return_errors: Literal[False] = ...,
+    ) -> AsyncGenerator[Embedding, None]: ...
+
+    @overload
+    def encode(
+        self, items: Iterable[ImageSource], *, dtype: DtypeName = ..., timeout: float | None = ..., return_errors: bool
+    ) -> AsyncGenerator[Embedding | ServerError, None]: ...
+
+    async def encode(
+        self,
+        items: Iterable[ImageSource],
+        *,
+        dtype: DtypeName = "bfloat16",
+        timeout: float | None = None,
+        return_errors: bool = False,
+    ) -> AsyncGenerator[Embedding | ServerError, None]:
+        """Yields the embedding of each item, in the order of the items, as soon as it and those before it are there.
+
+        The call starts with the first step, and is cancelled when the iterator is closed. An item that fails raises its
+        error in its turn; with `return_errors` the error is yielded in its place, and the others follow. Items whose
+        stream broke (UNAVAILABLE) are sent again, at most three times, without those that are finished; a full queue
+        (QUEUE_FULL) is tried again when the server says, for as long as `timeout` lasts.
+
+        Raises besides: ValueError, TypeError or OSError, before anything is sent, for what cannot be sent;
+        RequestTooLargeError likewise, once the limit is known (`info` tells it, and so does the first refusal).
+        """
+        patience = self._patience(timeout)
+        request = pb.EncodeRequest(model=self._model, fingerprint=self._fingerprint, dtype=to_wire_dtype(dtype))
+        request.items.extend(await asyncio.to_thread(to_items, items))
+        if oversize := self._oversize(request.ByteSize()):
+            raise oversize
+        early: dict[int, Embedding | ServerError] = {}
+        turn = 0
+        async with aclosing(self._answers(request, dtype, patience)) as answers:
+            async for index, answer in answers:
+                early[index] = answer
+                while turn in early:
+                    answer = early.pop(turn)
+                    turn += 1
+                    if isinstance(answer, ServerError) and not return_errors:
+                        raise answer
+                    yield answer
+
+    @overload
+    async def plan(
+        self, sizes: Iterable[SizeSource], *, timeout: float | None = ..., return_errors: Literal[False] = ...
+    ) -> list[ItemPlan]: ...
+
+    @overload
+    async def plan(
+        self, sizes: Iterable[SizeSource], *, timeout: float | None = ..., return_errors: bool
+    ) -> list[ItemPlan | ServerError]: ...
+
+    async def plan(
+        self, sizes: Iterable[SizeSource], *, timeout: float | None = None, return_errors: bool = False
+    ) -> list[Any]:
+        """What `encode` would answer for images of these sizes, in their order, without pixels and without the device.
+
+        A size is `(height, width)` in pixels, or an image file, of which only the first bytes are sent. An item that
+        `encode` would refuse raises its error; with `return_errors` the error is in its place.
+        """
+        patience = self._patience(timeout)
+        sources = list(sizes)
+        answers: dict[int, ItemPlan | ServerError] = {}
+        asked = dict.fromkeys(range(len(sources)), _HEADER_BYTES)
+        while asked:
+            request = pb.PlanItemsRequest(model=self._model)
+            for index, header_bytes in asked.items():
+                request.items.append(await asyncio.to_thread(to_media_size, sources[index], header_bytes, index))
+            stub = self._connection(self._wait_until_ready).encoder
+            call = stub.PlanItems(request, timeout=patience.left())
+            response = await self._result(call, patience, waited=self._wait_until_ready)
+            if len(response.items) != len(asked):
+                raise ProtocolError(f"the server answers {len(response.items)} of {len(asked)} sizes")
+            again = {}
+            for (index, header_bytes), size, planned in zip(asked.items(), request.items, response.items, strict=True):
+                answer = _read_planned(planned, size, header_bytes, index)
+                if isinstance(answer, int):
+                    again[index] = answer
+                elif isinstance(answer, ServerError) and not return_errors:
+                    raise answer
+                else:
+                    answers[index] = answer
+            asked = again
+        return [answers[index] for index in range(len(sources))]
+
+    async def info(self, *, timeout: float | None = None) -> pb.GetServerInfoResponse:
+        """The server's description of itself, in every phase, as the wire message. Does not wait for a server."""
+        patience = self._patience(timeout)
+        return await self._result(self._ask_info(patience.left()), patience, waited=False)
+
+    async def health(self, service: str = "", *, timeout: float | None = None) -> str:
+        """Status of one service, "" for the whole server: "SERVING", "NOT_SERVING". Does not wait for a server.
+
+        Raises NotFoundError for a service that the server does not have.
+        """
+        patience = self._patience(timeout)
+        connection = self._connection(wait_until_ready=False)
+        return await self._result(connection.check_health(service, patience.left()), patience, waited=False)
+
+    def _patience(self, timeout: float | None) -> Patience:
+        return Patience(self._timeout if timeout is None else timeout)
+
+    def _connection(self, wait_until_ready: bool) -> Connection:
+        if self._closed:
+            raise RuntimeError("the client is closed")
+        if wait_until_ready not in self._connections:
+            self._connections[wait_until_ready] = Connection(self._server, wait_until_ready=wait_until_ready)
+        return self._connections[wait_until_ready]
+
+    async def _answers(
+        self, request: pb.EncodeRequest, dtype: str, patience: Patience
+    ) -> AsyncGenerator[tuple[int, Embedding | ServerError], None]:
+        """Yields index and answer of each item as it finishes; sends the unanswered again when that may help."""
+        unanswered = dict(enumerate(request.items))
+        while unanswered:
+            sent = list(unanswered)
+            try:
+                async with aclosing(self._attempt(request, Receiver(sent, dtype), patience)) as answers:
+                    async for index, answer in answers:
+                        del unanswered[index]
+                        yield index, answer
+            except grpc.aio.AioRpcError as error:
+                if not unanswered:
+                    return  # the stream broke behind its last item
+                failure = await self._explain(
+                    error, patience, waited=self._wait_until_ready, request_bytes=request.ByteSize()
+                )
+                pause = patience.pause(failure)
+                if pause is None:
+                    raise failure from error
+                await asyncio.sleep(pause)
+            if len(unanswered) < len(sent):
+                request = pb.EncodeRequest(
+                    model=request.model, fingerprint=request.fingerprint, dtype=request.dtype, items=unanswered.values()
+                )
+
+    async def _attempt(
+        self, request: pb.EncodeRequest, receiver: Receiver, patience: Patience
+    ) -> AsyncGenerator[tuple[int, Embedding | ServerError], None]:
+        call = self._connection(self._wait_until_ready).encoder.Encode(request, timeout=patience.left())
+        try:
+            async for message in call:
+                answer = receiver.receive(message)
+                if answer is not None:
+                    yield answer
+            receiver.close()
+        finally:
+            call.cancel()
+
+    async def _result(self, call: Awaitable[T], patience: Patience, *, waited: bool) -> T:
+        """The answer of a unary call, or its typed error."""
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise await self._explain(error, patience, waited=waited) from error
+
+    async def _explain(
+        self, error: grpc.aio.AioRpcError, patience: Patience, *, waited: bool, request_bytes: int = 0
+    ) -> ServerError:
+        """The typed error of a failed call; asks the server for what gRPC itself does not say.
+
+        `waited`: the call waited for a server to be ready, which hides why none was.
+        """
+        failure = to_server_error(error)
+        if failure.reason:
+            return failure
+        if isinstance(failure, DeadlineExceededError):
+            message = f"no complete answer within {patience.timeout:g} s"
+            if waited and not self._connection(wait_until_ready=True).is_ready:
+                message += f": {await self._describe_server()}"
+            return DeadlineExceededError(message, code=failure.code)
+        if isinstance(failure, ResourceExhaustedError) and request_bytes:  # gRPC's own refusal, perhaps of the size
+            await self._describe_server()
+            return self._oversize(request_bytes) or failure
+        return failure
+
+    async def _ask_info(self, timeout: float | None) -> pb.GetServerInfoResponse:
+        stub = self._connection(wait_until_ready=False).encoder
+        info = await stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout)
+        self._max_request_bytes = info.limits.max_request_bytes
+        return info
+
+    async def _describe_server(self) -> str:
+        """The phase of the server, for people."""
+        try:
+            info = await self._ask_info(_PHASE_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return f"no server answers at {self._server}"
+        phase = pb.Phase.Name(info.phase).removeprefix("PHASE_")
+        return f"the server at {self._server} is {phase} {info.phase_detail}".rstrip()
+
+    def _oversize(self, request_bytes: int) -> RequestTooLargeError | None:
+        """The error of a request with more bytes than the server takes, None while it has not told how many."""
+        if request_bytes <= self._max_request_bytes or not self._max_request_bytes:
+            return None
+        return RequestTooLargeError(
+            f"the request has {request_bytes} bytes, the server takes {self._max_request_bytes}: send fewer items a "
+            "call, or raise its --max-request-bytes",
+            code="INVALID_ARGUMENT",
+            reason="REQUEST_TOO_LARGE",
+        )
+
+
+def _read_planned(
+    planned: pb.PlannedItem, size: pb.MediaSize, header_bytes: int, index: int
+) -> ItemPlan | ServerError | int:
+    """The answer for one size, of whose file `header_bytes` were to be sent; an int is how many the server needs."""
+    result = planned.WhichOneof("result")
+    if result == "plan":
+        return ItemPlan.from_wire(planned.plan)
+    if result == "failed":
+        return from_item(planned.failed, index)
+    if result != "need_bytes" or size.WhichOneof("source") != "header" or planned.need_bytes <= header_bytes:
+        raise ProtocolError(f"size {index}: the server answers {result or 'nothing'} to {header_bytes} header bytes")
+    if len(size.header) < header_bytes:
+        message = f"the file ends after {len(size.header)} bytes, before its size is known"
+        return ImageInvalidError(message, code="INVALID_ARGUMENT", reason="IMAGE_INVALID", index=index)
+    return planned.need_bytes

@@ -1,0 +1,141 @@
+"""An engine without processes and sockets: ledger, batcher, graphs and dispatcher around one tower, in this process.
+
+For benchmarks and GPU tests. Items are submitted with their pixels in the slots, as front-ends leave them; a call ends
+when its rows are in the slots, where front-ends would find them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..batcher import Batcher
+from ..dispatcher import DTYPES, Dispatcher, Finished
+from ..graphs import GraphManager
+from ..ledger import Item, Ledger
+from ..messages import Granted, ItemRequest, Reserve, Submit
+from ..models.base import Tower
+from ..types import ROW_BYTES, Capacity, ItemPlan
+
+
+class InProcessEngine:
+    """Runs batches on a thread of its own; use as a context manager."""
+
+    def __init__(
+        self,
+        tower: Tower,
+        graphs: GraphManager,
+        capacities: Mapping[str, Sequence[Capacity]],
+        *,
+        use_graphs: bool,
+        slot_bytes: int = 2 << 30,
+        on_computed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_computed` runs on the finisher after each batch, before the device may take the next."""
+        self.tower = tower
+        self.slots = torch.empty(slot_bytes, dtype=torch.uint8, pin_memory=tower.device.type == "cuda")
+        self.ledger = Ledger(max_items=1 << 16, max_tokens=1 << 30, max_bytes=slot_bytes)
+        self.batcher = Batcher(self.ledger, capacities)
+        self._on_computed = on_computed
+        self.dispatcher = Dispatcher(
+            tower,
+            graphs,
+            self.slots,
+            capacities=capacities,
+            use_graphs=use_graphs,
+            on_computed=self._computed,
+            on_finished=self._finished,
+        )
+        self.batches: list[Finished] = []
+        self.error: BaseException | None = None
+        self._calls = 0
+        self._waiting: set[int] = set()
+        self._done = threading.Condition()
+        self._threads = [
+            threading.Thread(target=self._device_forever), threading.Thread(target=self.dispatcher.finish_forever)
+        ]  # fmt: skip
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.batcher.stop()
+        for thread in self._threads:
+            thread.join()
+
+    def place(self, plans: Sequence[ItemPlan], pixels: Sequence[npt.NDArray[np.uint8]], dtype: str) -> list[Item]:
+        """Grant slots to the items of one call and write their pixels; the caller submits or frees them."""
+        call, self._calls = self._calls, self._calls + 1
+        width = self.tower.planner.layout.width
+        requests = [ItemRequest(p.tokens, 0, p.pixel_bytes, p.tokens * width * ROW_BYTES[dtype]) for p in plans]
+        granted = self.ledger.reserve(0, Reserve(call, list(range(len(plans))), requests))
+        assert isinstance(granted, Granted), granted
+        items = []
+        for index, (plan, slot, data) in enumerate(zip(plans, granted.slots, pixels, strict=True)):
+            self.slots[slot.start : slot.rows].numpy()[...] = data.reshape(-1)
+            item = self.ledger.submit(0, Submit(call, index, plan, dtype, float("inf")))
+            assert item is not None
+            items.append(item)
+        return items
+
+    def run(self, items: Sequence[Item]) -> float:
+        """Run placed items as one call; returns the seconds until all rows are in the slots."""
+        self._waiting = {id(item) for item in items}
+        started = time.perf_counter()
+        with self.batcher._changed:  # all at once, so that they meet in as few batches as fit
+            for item in items:
+                self.batcher.put(item)
+        with self._done:
+            self._done.wait_for(lambda: not self._waiting or self.error is not None)
+        if self.error is not None:
+            raise self.error
+        return time.perf_counter() - started
+
+    def rows(self, item: Item) -> torch.Tensor:
+        """The rows of an item that has run: a copy, [tokens, width]."""
+        dtype = DTYPES[item.dtype]
+        count = item.placed.tokens * self.tower.planner.layout.width
+        start = item.slot.rows
+        return (
+            self.slots[start : start + count * dtype.itemsize].view(dtype).view(-1, count // item.placed.tokens).clone()
+        )
+
+    def free(self, items: Sequence[Item]) -> None:
+        """Give the slots back."""
+        for item in items:
+            self.ledger.release(0, item.call, item.index)
+
+    def _device_forever(self) -> None:
+        try:
+            while (batch := self.batcher.take(self.dispatcher.land, lambda: None)) is not None:
+                if batch.items:
+                    self.dispatcher.run(batch)
+                else:
+                    self.batcher.device_free()
+        except BaseException as error:
+            self.error = error
+            with self._done:
+                self._done.notify_all()
+        finally:
+            self.dispatcher.stop()
+
+    def _computed(self) -> None:
+        self._on_computed()
+        self.batcher.device_free()
+
+    def _finished(self, finished: Finished) -> None:
+        self.batches.append(finished)
+        for result in finished.results:
+            self.ledger.from_device(result.item)
+        with self._done:
+            self._waiting -= {id(result.item) for result in finished.results}
+            self._done.notify_all()

@@ -1,0 +1,248 @@
+"""Milliseconds of one encode call in process: replay and eager through the dispatcher, beside transformers eager.
+
+    python -m opticnerve_server.bench.tower --model preset:qwen3-vl-8b --transformers
+
+A call begins when the pixels are in the slots and ends when the rows are, so host work and both copies are in it. The
+transformers column runs its vision model with the same weights, pixels already patched and on the device, and ends when
+the device is done: it has less to do. `error` is the relative difference (norm ratio) of our rows to its.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..attention import resolve
+from ..config import CPU_TOKEN_CAP, GPU_TOKEN_CAP
+from ..graphs import GraphManager, plan_capacities
+from ..models import registry
+from ..models.base import ImageItem, Tower
+from ..models.weights import DummyTensors
+from ..selftest import self_test
+from ..types import Capacity, ItemPlan
+from .inprocess import InProcessEngine
+
+BATCHES = {
+    "1x224": [224],
+    "1x336": [336],
+    "4x336": [336] * 4,
+    "8x336": [336] * 8,
+    "20x336": [336] * 20,
+    "1x672": [672],
+    "8x672": [672] * 8,
+    "1x1344": [1344],
+    "1x2048": [2048],
+}
+
+
+class RecordingTensors(DummyTensors):
+    """Dummy weights that are kept by name, for the reference."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(device, dtype)
+        self.taken: dict[str, torch.Tensor] = {}
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """See `TensorSource.take`."""
+        self.taken[name] = super().take(name, *shape)
+        return self.taken[name]
+
+
+def build(model: str, device: torch.device, dtype: torch.dtype, backend: str) -> tuple[Tower, RecordingTensors, Any]:
+    """A tower with dummy weights, these weights, and the vision_config of the model."""
+    source = registry.open_model(model, "dummy")
+    planner = registry.build_planner(source)
+    tensors = RecordingTensors(device, dtype)
+    cls = registry.tower_class(source.architecture)
+    config = cls.read_config(source.config)
+    attention, reason = resolve(backend, device, dtype, config.head_dim)
+    print(f"attention: {attention.name}, {reason}")
+    return cls(config, planner, tensors, attention), tensors, source
+
+
+def reference(source: Any, tensors: RecordingTensors) -> Callable[..., torch.Tensor]:
+    """The vision model of transformers with the same weights: (pixel_values, grid_thw) to rows [tokens, width]."""
+    from transformers import AutoConfig, AutoModel
+
+    config = AutoConfig.for_model(**source.config).vision_config
+    with torch.device(tensors.device):
+        model = AutoModel.from_config(config, attn_implementation="sdpa")  # type: ignore[no-untyped-call]
+    # Cast parameters one by one: `model.to(dtype)` would round the float32 rope frequencies as well.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(tensors.dtype)
+    model.load_state_dict(tensors.taken)
+    model.eval()
+
+    def run(pixel_values: torch.Tensor, grid_thw: torch.Tensor) -> torch.Tensor:
+        output = model(pixel_values, grid_thw=grid_thw)
+        return torch.cat([output.pooler_output, *(getattr(output, "deepstack_features", None) or [])], dim=-1)
+
+    return run
+
+
+def official_patches(planner: Any, plan: ItemPlan, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    """pixel_values of one still as the official processor lays them out, [rows, 3 * temporal_patch * patch^2]."""
+    p, m = planner.patch, planner.merge
+    image = (pixels.astype(np.float32) - np.float32(255) * np.array(planner.mean, np.float32)) / (
+        np.float32(255) * np.array(planner.std, np.float32)
+    )
+    _, h, w = plan.grid
+    cut = image.reshape(h // m, m, p, w // m, m, p, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+    return np.repeat(cut.reshape(h * w, 3, 1, p, p), planner.temporal_patch, axis=2).reshape(h * w, -1)
+
+
+def median_ms(run: Callable[[], float], repeats: int) -> tuple[float, float]:
+    """Median and 99th percentile in milliseconds of `repeats` runs that return seconds, after two warm-ups."""
+    for _ in range(2):
+        run()
+    times = sorted(run() * 1e3 for _ in range(repeats))
+    return statistics.median(times), times[min(len(times) - 1, int(len(times) * 0.99))]
+
+
+def measure(engine: InProcessEngine, sides: Sequence[int], repeats: int) -> tuple[dict[str, Any], torch.Tensor, Any]:
+    """One batch through the dispatcher: its row of the table, its rows, and its plans and pixels."""
+    planner = engine.tower.planner
+    rng = np.random.default_rng(0)
+    plans = [planner.plan(ImageItem(side, side)) for side in sides]
+    pixels = [rng.integers(0, 256, (plan.height, plan.width, 3), dtype=np.uint8) for plan in plans]
+    items = engine.place(plans, pixels, "bfloat16")
+    engine.batches.clear()
+
+    def run() -> float:
+        # Again from the state in which the batcher takes an item, without paying for slots and pixels twice.
+        return engine.run(items)
+
+    median, p99 = median_ms(run, repeats)
+    finished = engine.batches[-1]
+    row = {
+        "tokens": sum(plan.tokens for plan in plans),
+        "ms": round(median, 3),
+        "p99": round(p99, 3),
+        "device_ms": round(statistics.median(b.execute_s for b in engine.batches) * 1e3, 3),
+        "budget": finished.runs[0].dispatched.budget,
+        "dispatches": len(engine.batches) / (repeats + 2),
+    }
+    rows = torch.cat([engine.rows(item) for item in items])
+    engine.free(items)
+    return row, rows, (plans, pixels)
+
+
+def measure_reference(run: Callable[..., torch.Tensor], planner: Any, batch: Any, device: Any, repeats: int) -> Any:
+    """Median milliseconds of the reference and its rows."""
+    plans, pixels = batch
+    patches = np.concatenate([official_patches(planner, p, x) for p, x in zip(plans, pixels, strict=True)])
+    pixel_values = torch.from_numpy(patches).to(device)
+    grid = torch.tensor([plan.grid for plan in plans], device=device)
+
+    def once() -> float:
+        started = time.perf_counter()
+        run(pixel_values, grid)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    median, _ = median_ms(once, repeats)
+    return round(median, 3), run(pixel_values, grid).cpu()
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="preset:qwen3-vl-8b", help="preset:NAME or a directory with config.json")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--max-token-budget", type=int, help="largest captured budget")
+    parser.add_argument("--batches", nargs="*", default=list(BATCHES), choices=list(BATCHES))
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--transformers", action="store_true", help="also run transformers' vision model")
+    parser.add_argument("--json", help="write the table to this file")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    with torch.inference_mode():
+        table = run_table(options, device, getattr(torch, options.dtype))
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump(table, file, indent=1)
+
+
+def run_table(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Build, capture, test and measure."""
+    started = time.perf_counter()
+    tower, tensors, source = build(options.model, device, dtype, options.attention_backend)
+    loaded = time.perf_counter()
+    cap = options.max_token_budget or (GPU_TOKEN_CAP if device.type == "cuda" else CPU_TOKEN_CAP)
+    by_segments = resolve(options.attention_backend, device, dtype, 64)[0].launches_by_segments
+    capacities = plan_capacities(
+        tower.planner.paths, explicit={}, cap=cap, max_items=None, launches_by_segments=by_segments
+    )
+    graphs = GraphManager(tower, capacities)
+    estimate = graphs.estimate()
+    graphs.capture(lambda *_: None, on_failure="fail")
+    captured = time.perf_counter()
+    tested: list[Capacity] = []
+    self_test(graphs, lambda path, capacity: tested.append(capacity))
+    done = time.perf_counter()
+    summary: dict[str, Any] = {
+        "model": source.name,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "graphs": sum(len(state.graphs) for state in graphs.paths.values()),
+        "tested": len(tested),
+        "load_s": round(loaded - started, 2),
+        "capture_s": round(captured - loaded, 2),
+        "selftest_s": round(done - captured, 2),
+        "graph_memory_mib": sum(state.memory_bytes for state in graphs.paths.values()) >> 20,
+        "estimate_mib": estimate >> 20,
+    }
+    print(json.dumps(summary))
+    summary["rows"] = [_row(name, options, tower, tensors, source, graphs, capacities) for name in options.batches]
+    return summary
+
+
+def _row(
+    name: str,
+    options: argparse.Namespace,
+    tower: Tower,
+    tensors: RecordingTensors,
+    source: Any,
+    graphs: GraphManager,
+    capacities: dict[str, list[Capacity]],
+) -> dict[str, Any]:
+    row: dict[str, Any] = {"batch": name}
+    for label, use_graphs in (("replay", True), ("eager", False)):
+        with InProcessEngine(tower, graphs, capacities, use_graphs=use_graphs) as engine:
+            result, rows, batch = measure(engine, BATCHES[name], options.repeats)
+        row["tokens"] = result.pop("tokens")
+        if label == "replay" and not result["budget"]:
+            continue  # above the cap: eager is measured next
+        row[label] = result
+    if options.transformers:
+        run = _reference(source, tensors)
+        row["transformers_ms"], expected = measure_reference(run, tower.planner, batch, tower.device, options.repeats)
+        row["error"] = float(f"{(rows.float() - expected.float()).norm() / expected.float().norm():.2e}")
+    print(json.dumps(row))
+    sys.stdout.flush()
+    return row
+
+
+_references: dict[str, Callable[..., torch.Tensor]] = {}
+
+
+def _reference(source: Any, tensors: RecordingTensors) -> Callable[..., torch.Tensor]:
+    if source.name not in _references:
+        _references[source.name] = reference(source, tensors)
+    return _references[source.name]
+
+
+if __name__ == "__main__":
+    main()

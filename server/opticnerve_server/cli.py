@@ -1,0 +1,117 @@
+"""The command line of the server: serve, check, make-checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from . import __version__, telemetry
+from .config import Config, load
+from .models.config import ModelError
+from .settings import ConfigError, Resolved, add_flags, parse_arguments, text
+
+EXIT_CONFIG = 2
+
+log = logging.getLogger(__name__)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; its exit code. 2: a setting or a model cannot be used, the remedy is on standard error."""
+    parser = _parser()
+    options = parse_arguments(parser, arguments)
+    try:
+        code: int = options.run(options)
+    except (ConfigError, ModelError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="opticnerve-server", description="The vision encoder of a VLM as a gRPC service.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"opticnerve {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    serve = _command(commands, "serve", _serve, "serve a model until SIGTERM")
+    _add_settings(serve)
+    serve.add_argument("--print-config", action="store_true", help="print every setting with its source, and exit")
+    check = _command(commands, "check", _check, "validate settings, model and budgets without serving")
+    _add_settings(check)
+    check.add_argument("--json", action="store_true", help="print JSON")
+    make = _command(commands, "make-checkpoint", _make_checkpoint, "write a small checkpoint with random weights")
+    make.add_argument("--arch", required=True, help="architecture, such as qwen3_vl")
+    make.add_argument("--out", required=True, type=Path, metavar="DIR", help="directory to write, which is made")
+    make.add_argument("--seed", type=int, default=0, metavar="N", help="of the random weights. Default 0")
+    return parser
+
+
+def _command(commands: argparse._SubParsersAction, name: str, run: object, help: str) -> argparse.ArgumentParser:  # type: ignore[type-arg]
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
+    parser.set_defaults(run=run, parser=parser)
+    return parser
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config", metavar="FILE", default=argparse.SUPPRESS, help="TOML file of settings; also OPTICNERVE_CONFIG"
+    )
+    add_flags(parser, Config)
+
+
+def _load(options: argparse.Namespace) -> Resolved[Config]:
+    names = {"config"} | {field.name for field in fields(Config)}
+    return load({name: value for name, value in vars(options).items() if name in names}, os.environ)
+
+
+def _shown(resolved: Resolved[Config]) -> dict[str, str]:
+    """Every setting as `value  (source)`."""
+    return {name: f"{text(getattr(resolved.config, name))}  ({source})" for name, source in resolved.sources.items()}
+
+
+def _serve(options: argparse.Namespace) -> int:
+    resolved = _load(options)
+    if options.print_config:
+        for name, shown in _shown(resolved).items():
+            print(f"{name} = {shown}")
+        return 0
+    from .models.registry import open_model
+
+    open_model(resolved.config.model, resolved.config.load_format)  # the cheapest mistakes first, before any port
+    telemetry.set_up("supervisor")
+    for warning in resolved.warnings:
+        log.warning("setting ignored", extra={"reason": warning})
+    log.info("starting", extra={"version": __version__, "settings": _shown(resolved)})
+    from .lifecycle import Supervisor
+    from .media.decode import CONTRACT
+
+    return Supervisor(resolved.config, CONTRACT).run()
+
+
+def _check(options: argparse.Namespace) -> int:
+    resolved = _load(options)
+    for warning in resolved.warnings:
+        print(warning, file=sys.stderr)
+    from .check import check
+
+    report = check(resolved.config)
+    print(json.dumps(report.as_dict(), indent=2) if options.json else report.as_text())
+    return 0
+
+
+def _make_checkpoint(options: argparse.Namespace) -> int:
+    from .models.checkpoint import write_checkpoint
+
+    write_checkpoint(options.arch, options.out, options.seed)
+    print(f"wrote {options.out}: {options.arch} with random weights of seed {options.seed}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,336 @@
+"""Every setting of the server, each declared once: name, type, parser, help, default and the reason of the default.
+
+The outside names (flag, environment variable, file key) follow from the field's name, see `settings.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from .settings import (
+    ConfigError,
+    Resolved,
+    address,
+    boolean,
+    choice,
+    integer,
+    or_word,
+    resolve,
+    seconds,
+    setting,
+)
+
+MAX_QUEUE_ITEMS = 4096
+"""Upper bound of `max_queue_items`: a Reserve of a call of that many items still fits in one message."""
+
+GPU_TOKEN_CAP = 5120
+CPU_TOKEN_CAP = 1024
+
+_PATH_NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def default_frontends() -> int:
+    return max(1, min(6, cores() // 4))
+
+
+def default_preprocess_threads(frontends: int) -> int:
+    return max(1, cores() // frontends)
+
+
+def parse_token_budgets(text: str) -> dict[str, tuple[int, ...]]:
+    """Explicit budgets by path, ascending: "512,1024" is {"": (512, 1024)}, "" as a path standing for every path;
+    "global=272,544 local=100,200" names the paths; "" is {}: automatic. Raises ValueError.
+    """
+    budgets: dict[str, tuple[int, ...]] = {}
+    for group in text.split():
+        path, equals, numbers = group.rpartition("=")
+        if (equals and not _PATH_NAME.fullmatch(path)) or path in budgets or (budgets and "" in (path, *budgets)):
+            raise ValueError("write 512,1024 for all paths, or one list a path: global=272,544 local=100,200")
+        levels = [_budget(number) for number in numbers.split(",")]
+        if len(set(levels)) != len(levels):
+            raise ValueError(f"{numbers} names a budget twice: drop one")
+        budgets[path] = tuple(sorted(levels))
+    return budgets
+
+
+def _budget(text: str) -> int:
+    if not text.removeprefix("-").isdecimal():
+        raise ValueError(f"{text!r} is no budget: write whole numbers with commas between, such as 512,1024")
+    if int(text) < 1:
+        raise ValueError(f"budget {text} is not positive: a graph of no units cannot be captured, drop it")
+    return int(text)
+
+
+def _token_budgets(text: str) -> str:
+    parse_token_budgets(text)
+    return text
+
+
+def _modalities(text: str) -> str:
+    words = text.split(",")
+    if not set(words) <= {"image", "video"} or len(set(words)) != len(words):
+        raise ValueError("write image, video or image,video")
+    return text
+
+
+def _color(text: str) -> str:
+    if not re.fullmatch(r"#[0-9a-fA-F]{6}", text):
+        raise ValueError("write #rrggbb, such as #ffffff")
+    return text.lower()
+
+
+def _model(text: str) -> str:
+    if not text:
+        raise ValueError("write a directory, or preset:NAME")
+    return text
+
+
+_MODEL, _PORTS, _GRAPHS, _LIMITS, _LIFE = "model", "ports and processes", "graphs", "limits", "life"
+_count = integer(1)
+_optional_count = or_word("none", None, _count)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """The effective settings. Values made by hand are taken as they are; `load` reads and checks text."""
+
+    model: str = setting(
+        _model, _MODEL, "Checkpoint directory in Hugging Face layout, or preset:NAME.", "it must be named.", "DIR"
+    )
+    load_format: str = setting(
+        choice("safetensors", "dummy"),
+        _MODEL,
+        "dummy: random weights from config.json alone.",
+        "real weights unless asked otherwise.",
+        "safetensors|dummy",
+        default="safetensors",
+    )
+    device: str = setting(
+        choice("auto", "cpu", "cuda"),
+        _MODEL,
+        "Where the tower runs.",
+        "cuda where there is one, else cpu.",
+        "auto|cpu|cuda",
+        default="auto",
+    )
+    dtype: str = setting(
+        choice("auto", "float32", "bfloat16", "float16"),
+        _MODEL,
+        "Number format of weights and activations.",
+        "bfloat16 on a GPU as published models are, float32 on a CPU.",
+        "DTYPE",
+        default="auto",
+    )
+    attention_backend: str = setting(
+        choice("auto", "sdpa", "torch_varlen"),
+        _MODEL,
+        "Implementation of attention.",
+        "torch_varlen on a GPU, sdpa on a CPU: each the only one that is fast there.",
+        "NAME",
+        default="auto",
+    )
+    modalities: str = setting(
+        _modalities,
+        _MODEL,
+        "Media to take and to capture graphs for.",
+        "all that the model reads.",
+        "LIST",
+        default="image,video",
+    )
+    alpha_background: str = setting(
+        _color,
+        _MODEL,
+        "Colour behind transparent pixels.",
+        "most transparent images are made for white pages.",
+        "#RRGGBB",
+        default="#ffffff",
+    )
+
+    listen: str = setting(
+        address,
+        _PORTS,
+        "Address of the service.",
+        "loopback: reaching out is a decision of the operator.",
+        "HOST:PORT",
+        default="127.0.0.1:50051",
+    )
+    health_listen: str = setting(
+        address,
+        _PORTS,
+        "Address of health checks and GetServerInfo.",
+        "a port of its own answers probes in time whatever the load.",
+        "HOST:PORT",
+        default="127.0.0.1:50052",
+    )
+    metrics_listen: str = setting(
+        address,
+        _PORTS,
+        "Address of /metrics.",
+        "loopback, and the usual port of a scrape target.",
+        "HOST:PORT",
+        default="127.0.0.1:9090",
+    )
+    frontends: int = setting(
+        _count,
+        _PORTS,
+        "Processes that speak gRPC, on one port.",
+        "one per 4 cores, at most 6: one streams about 1 GB/s, a GPU makes at most 3.",
+        "N",
+        default_factory=default_frontends,
+    )
+    preprocess_threads: int = setting(
+        _count,
+        _PORTS,
+        "Threads per front-end that decode and resize.",
+        "the cores, split over the front-ends.",
+        "N",
+        default_factory=lambda: default_preprocess_threads(default_frontends()),
+    )
+
+    graphs: bool = setting(
+        boolean,
+        _GRAPHS,
+        "Capture CUDA graphs; --no-graphs runs every batch eagerly.",
+        "they are why this exists.",
+        "",
+        default=True,
+    )
+    token_budgets: str = setting(
+        _token_budgets,
+        _GRAPHS,
+        'Units of the graphs to capture: "512,1024", or "global=272,544 local=100,200".',
+        "automatic, from the model's smallest and largest item.",
+        "LIST",
+        default="",
+    )
+    max_token_budget: int | Literal["auto"] | None = setting(
+        or_word("auto", "auto", _optional_count),
+        _GRAPHS,
+        "Largest automatic budget in units; none: the largest item of the model.",
+        f"{GPU_TOKEN_CAP} on a GPU, where larger batches gain little from graphs; "
+        f"{CPU_TOKEN_CAP} on a CPU, where the self-test of more takes minutes.",
+        "N",
+        default="auto",
+    )
+    max_items_per_batch: int | None = setting(
+        _optional_count, _GRAPHS, "Most items in one batch.", "largest budget // smallest.", "N", default=None
+    )
+    graph_memory_bytes: int | None = setting(
+        _optional_count,
+        _GRAPHS,
+        "Device bytes over which capturing is refused.",
+        "the device is the limit.",
+        "BYTES",
+        default=None,
+    )
+    on_capture_failure: str = setting(
+        choice("fail", "eager"),
+        _GRAPHS,
+        "What a failed capture means: no start, or eager from then on.",
+        "never silently slower.",
+        "fail|eager",
+        default="fail",
+    )
+
+    max_queue_items: int = setting(
+        integer(1, MAX_QUEUE_ITEMS),
+        _LIMITS,
+        "Items inside the server.",
+        "a few seconds of work for one GPU.",
+        "N",
+        default=1024,
+    )
+    max_queue_tokens: int = setting(
+        _count, _LIMITS, "Tokens inside the server.", "1024 items of an average of 1024.", "N", default=1 << 20
+    )
+    max_queue_bytes: int = setting(
+        _count,
+        _LIMITS,
+        "Bytes of encoded media, pixels and rows inside the server; also the size of the shared memory.",
+        "about 300 1080p images with their rows.",
+        "BYTES",
+        default=4 << 30,
+    )
+    max_image_pixels: int = setting(
+        _count,
+        _LIMITS,
+        "Pixels of one image as sent.",
+        "8192 x 8192: more than any model reads, 192 MiB decoded.",
+        "N",
+        default=8192 * 8192,
+    )
+    max_item_tokens: int | None = setting(
+        _optional_count, _LIMITS, "Tokens of one item.", "the model's own processor is the limit.", "N", default=None
+    )
+    max_request_bytes: int = setting(
+        _count,
+        _LIMITS,
+        "Bytes of one request.",
+        "a dozen photographs as cameras write them.",
+        "BYTES",
+        default=32 << 20,
+    )
+
+    startup_timeout: float = setting(
+        seconds,
+        _LIFE,
+        "Seconds from start to serving over which the server gives up.",
+        "the window of the usual startup probe.",
+        "S",
+        default=900.0,
+    )
+    drain_delay: float = setting(
+        seconds,
+        _LIFE,
+        "Seconds between not ready and refusing new calls, on SIGTERM.",
+        "load balancers take that long to look elsewhere.",
+        "S",
+        default=5.0,
+    )
+    grace: float = setting(
+        seconds,
+        _LIFE,
+        "Seconds that admitted calls have to finish, on SIGTERM.",
+        "the default deadline of our client.",
+        "S",
+        default=30.0,
+    )
+
+    def __post_init__(self) -> None:
+        if self.max_request_bytes > self.max_queue_bytes:
+            raise ConfigError(
+                f"max_request_bytes = {self.max_request_bytes} is over max_queue_bytes = {self.max_queue_bytes}: "
+                "such a request could never be admitted, lower the first or raise the second"
+            )
+        if isinstance(self.max_token_budget, int):
+            for path, levels in parse_token_budgets(self.token_budgets).items():
+                if levels[-1] > self.max_token_budget:
+                    raise ConfigError(
+                        f"budget {levels[-1]} of token_budgets{path and f' (path {path})'} is over max_token_budget = "
+                        f"{self.max_token_budget}: drop the budget or raise the cap"
+                    )
+
+    def token_cap(self, device: str) -> int | None:
+        """The largest automatic budget in units on a device ("cpu" or a CUDA one); None: the largest item."""
+        if isinstance(self.max_token_budget, str):
+            return CPU_TOKEN_CAP if device == "cpu" else GPU_TOKEN_CAP
+        return self.max_token_budget
+
+
+def load(flags: Mapping[str, str], environ: Mapping[str, str]) -> Resolved[Config]:
+    """The effective configuration. Raises ConfigError before anything is loaded."""
+    resolved = resolve(Config, flags, environ)
+    if resolved.sources["preprocess_threads"].startswith("default"):
+        config = resolved.config
+        threads = default_preprocess_threads(config.frontends)
+        return replace(resolved, config=replace(config, preprocess_threads=threads))
+    return resolved

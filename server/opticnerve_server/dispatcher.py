@@ -1,0 +1,281 @@
+"""The only one to launch work on the device: a batch in, rows in the slots of its items out.
+
+Two threads. The device thread lands pixels, stages metadata, replays or runs eagerly, gathers, and starts the copy out;
+it never waits for the device but for a free ring half. The finisher waits for each batch in turn, judges its rows and
+reports them.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from .batcher import Batch
+from .buffers import Landing, Packing, Ring, Staging
+from .graphs import Graph, GraphManager, eager_capacity
+from .ledger import Item
+from .models.base import Tower
+from .streams import Event, Streams
+from .types import Capacity, Dispatched, Load, Outcome, Reason
+
+FLOAT16_MAX = 65504.0
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(slots=True)
+class Result:
+    """What became of one item of a batch."""
+
+    item: Item
+    failure: tuple[str, str] | None  # reason and message, None when its rows are in its slot
+
+
+@dataclass(slots=True)
+class PathRun:
+    """How one path of a batch ran, for metrics."""
+
+    dispatched: Dispatched
+    reason: Reason
+    load: Load
+
+
+@dataclass(slots=True)
+class Finished:
+    """A batch that is done: all of its results, and where the time went."""
+
+    results: list[Result]
+    runs: list[PathRun]
+    taken_at: float  # time.monotonic()
+    execute_s: float
+    copy_s: float
+
+
+@dataclass(slots=True)
+class _Launched:
+    """A batch on the device. Keeps alive what its kernels and copies use."""
+
+    batch: Batch
+    runs: list[PathRun]
+    taken_at: float
+    turn: int
+    began: Event
+    computed: Event
+    copied: Event
+    peaks: torch.Tensor  # float32 [tokens] on the host: the largest magnitude of each row, NaN where one is in it
+    kept: list[torch.Tensor] = field(default_factory=list)
+
+
+class Dispatcher:
+    """Runs batches. `land` and `run` belong to the device thread; `on_finished` is called from the finisher."""
+
+    def __init__(
+        self,
+        tower: Tower,
+        graphs: GraphManager,
+        slots: torch.Tensor,
+        *,
+        capacities: Mapping[str, Sequence[Capacity]],
+        use_graphs: bool,
+        on_computed: Callable[[], None],
+        on_finished: Callable[[Finished], None],
+    ) -> None:
+        """`slots` is the shared arena as a uint8 tensor, pinned where there is a GPU.
+
+        `capacities` size landing blocks and ring. `on_computed` is called when the device could take another batch.
+        """
+        self._tower = tower
+        self._graphs = graphs
+        self._use_graphs = use_graphs
+        self._slots = slots
+        self._streams = Streams(tower.device)
+        self._on_computed, self._on_finished = on_computed, on_finished
+        rows = max((c.units for planned in capacities.values() for c in planned), default=0)
+        self._landings = [Landing(graphs.pixel_bytes, tower.device) for _ in range(2)]
+        self._staging = [
+            {path: Staging(graphs.meta_bytes, tower.device) for path in tower.planner.paths} for _ in range(2)
+        ]
+        self._indices = [Staging(4 * rows, tower.device) for _ in range(2)]
+        self._ring = Ring(rows, tower.planner.layout.width, tower.dtype, tower.device)
+        self._ring_free = [threading.Semaphore(1), threading.Semaphore(1)]
+        self._turn = 0
+        self._launched: queue.SimpleQueue[_Launched | None] = queue.SimpleQueue()
+
+    # --- device thread
+
+    def land(self, item: Item) -> int:
+        """Start the copy of an item's pixels to the device; returns where they begin in the landing block."""
+        slot = item.slot
+        with torch.inference_mode(), self._streams.copy_in():
+            return self._landings[self._turn].add(self._slots[slot.start : slot.start + item.placed.pixel_bytes])
+
+    def run(self, batch: Batch) -> None:
+        """Launch one batch. An exception means that nothing of it will finish; the next batch can still run."""
+        turn, taken_at = self._turn, time.monotonic()
+        self._turn = 1 - turn
+        self._landings[self._turn].open()
+        self._ring_free[turn].acquire()
+        try:
+            self._launched.put(self._launch(batch, turn, taken_at))
+        except BaseException:
+            self._ring_free[turn].release()
+            raise
+
+    def _launch(self, batch: Batch, turn: int, taken_at: float) -> _Launched:
+        streams = self._streams
+        with streams.copy_in():
+            began = streams.record()
+        runs, lines, kept = [], {}, []
+        with torch.inference_mode():
+            for path in self._tower.planner.paths:
+                load = batch.load(path)
+                if load.units:
+                    run, lines[path], block = self._dispatch(path, batch, load, turn)
+                    runs.append(run)
+                    kept += [lines[path], block]
+            rows = self._gather(batch, lines, turn)
+            with streams.compute():
+                # Both ends in one pass; unlike a maximum of magnitudes it needs no second copy of the rows.
+                low, high = torch.aminmax(rows, dim=1)
+                peaks = torch.maximum(-low, high).float()
+                computed = streams.record()
+            with streams.copy_out():
+                streams.wait(computed)
+                kept += self._copy_out(batch, rows)
+                host_peaks = torch.empty(peaks.shape, dtype=torch.float32, pin_memory=peaks.is_cuda)
+                host_peaks.copy_(peaks, non_blocking=True)
+                copied = streams.record()
+        return _Launched(batch, runs, taken_at, turn, began, computed, copied, host_peaks, [rows, peaks, *kept])
+
+    def _dispatch(self, path: str, batch: Batch, load: Load, turn: int) -> tuple[PathRun, torch.Tensor, torch.Tensor]:
+        """Run one path: the fork of the whole product. Returns how, its output lines, and the block it read."""
+        tower = self._tower
+        graph = self._graphs.choose(path, load) if self._use_graphs else Reason.DISABLED
+        if isinstance(graph, Graph):
+            self._stage(path, batch, graph.packing, self._graphs.arena, turn)
+            with self._streams.compute():
+                graph.replay()
+            dispatched = Dispatched(path, Outcome.HIT, graph.capacity.units, load.items, load.units)
+            run = PathRun(dispatched, Reason.FITS, load)
+            return run, self._graphs.output(path, graph.lines), self._graphs.arena
+        capacity = eager_capacity(tower.planner.paths[path], load)
+        packing = Packing.of(tower.buffers(path, capacity))
+        with self._streams.compute():
+            block = torch.empty(packing.size, dtype=torch.uint8, device=tower.device)
+        self._stage(path, batch, packing, block, turn)
+        with self._streams.compute():
+            lines = tower.forward(path, packing.tensors(block), capacity)
+        dispatched = Dispatched(path, Outcome.MISS, 0, load.items, load.units)
+        return PathRun(dispatched, graph, load), lines, block
+
+    def _stage(self, path: str, batch: Batch, packing: Packing, block: torch.Tensor, turn: int) -> None:
+        """Fill metadata, send it, and move it and the pixels from where they landed into the static buffers."""
+        streams, staging, landing = self._streams, self._staging[turn][path], self._landings[turn]
+        staging.fit(packing.meta_bytes)
+        self._tower.fill(path, batch.plans, packing.metadata(staging.host.numpy()))
+        with streams.copy_in():
+            metadata = staging.send(packing.meta_bytes)
+            arrived = streams.record()
+        with streams.compute():
+            streams.wait(arrived)
+            block[: packing.meta_bytes].copy_(metadata)
+            pixels = block[packing.meta_bytes :]
+            for start, end, to in _runs(batch.items, path):
+                pixels[to : to + end - start].copy_(landing.block[start:end])
+
+    def _gather(self, batch: Batch, lines: Mapping[str, torch.Tensor], turn: int) -> torch.Tensor:
+        """The rows of all items in order, [tokens, width], on the compute stream."""
+        streams, tower = self._streams, self._tower
+        counts = {path: lines[path].shape[0] if path in lines else 0 for path in tower.planner.paths}
+        index = tower.gather_index(batch.plans, counts)
+        staging = self._indices[turn]
+        staging.fit(index.nbytes)
+        staging.host[: index.nbytes].numpy()[...] = index.view(np.uint8)
+        with streams.copy_in():
+            device_index = staging.send(index.nbytes).view(torch.int32)
+            arrived = streams.record()
+        with streams.compute():
+            streams.wait(arrived)
+            sources = [*lines.values(), *([tower.constant_rows] if tower.constant_rows is not None else [])]
+            source = sources[0] if len(sources) == 1 else torch.cat(sources)
+            rows = self._ring.half(turn, len(index))
+            torch.index_select(source, 0, device_index, out=rows)
+        return rows
+
+    def _copy_out(self, batch: Batch, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Copy each item's rows into its slot in its dtype, on the current stream; returns what must stay alive."""
+        kept, start = [], 0
+        for item in batch.items:
+            mine = rows[start : start + item.placed.tokens].to(DTYPES[item.dtype])
+            target = self._slots[item.slot.rows : item.slot.rows + mine.nbytes].view(mine.dtype).view(mine.shape)
+            target.copy_(mine, non_blocking=True)
+            kept.append(mine)
+            start += item.placed.tokens
+        return kept
+
+    # --- finisher
+
+    def finish_forever(self) -> None:
+        """The finisher's life: report each launched batch when it is done. Returns after `stop`."""
+        while (launched := self._launched.get()) is not None:
+            launched.computed.synchronize()
+            self._on_computed()
+            launched.copied.synchronize()
+            finished = self._judge(launched)
+            self._ring_free[launched.turn].release()
+            self._on_finished(finished)
+
+    def stop(self) -> None:
+        """Let the finisher end behind the last launched batch."""
+        self._launched.put(None)
+
+    def _judge(self, launched: _Launched) -> Finished:
+        peaks, results, start = launched.peaks.numpy(), [], 0
+        for item in launched.batch.items:
+            mine = peaks[start : start + item.placed.tokens]
+            start += item.placed.tokens
+            results.append(Result(item, _judgement(mine, item.dtype)))
+        streams = self._streams
+        return Finished(
+            results,
+            launched.runs,
+            launched.taken_at,
+            execute_s=streams.between(launched.began, launched.computed),
+            copy_s=streams.between(launched.computed, launched.copied),
+        )
+
+
+def _judgement(peaks: np.ndarray, dtype: str) -> tuple[str, str] | None:
+    if not np.isfinite(peaks).all():
+        return "NON_FINITE_OUTPUT", "the tower returned NaN or infinity for this item; no rows are sent"
+    if dtype == "float16" and peaks.max(initial=0.0) > FLOAT16_MAX:
+        return (
+            "NON_FINITE_OUTPUT",
+            f"a value of {peaks.max():.0f} exceeds the float16 range of {FLOAT16_MAX:.0f}; ask for bfloat16 or float32",
+        )
+    return None
+
+
+def _runs(items: Sequence[Item], path: str) -> list[tuple[int, int, int]]:
+    """Where a path's pixels lie in the landing block and go in the buffer: (start, end, to), neighbours joined.
+
+    One run for a path that has all pixels of all items; gaps are items that were dropped, or pixels of other paths.
+    """
+    runs: list[tuple[int, int, int]] = []
+    to = 0
+    for item in items:
+        start = item.pixels_at
+        for name, plan in item.placed.paths.items():
+            if name == path and plan.pixel_bytes:
+                if runs and runs[-1][1] == start and runs[-1][2] + start - runs[-1][0] == to:
+                    runs[-1] = (runs[-1][0], start + plan.pixel_bytes, runs[-1][2])
+                else:
+                    runs.append((start, start + plan.pixel_bytes, to))
+                to += plan.pixel_bytes
+            start += plan.pixel_bytes
+    return runs

@@ -1,0 +1,379 @@
+"""The engine process: one device, the only one to launch work.
+
+Three threads: the main thread is the device thread (`batcher.py`, `dispatcher.py`), the receiver reads what front-ends
+and supervisor send and grants slots (`ledger.py`), the finisher reports batches that are done. A thread that dies takes
+the process with it, and the supervisor the server.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from . import __version__, metrics
+from .batcher import Batch, Batcher
+from .config import Config, parse_token_budgets
+from .dispatcher import Dispatcher, Finished
+from .graphs import GraphManager, GraphsFailed, plan_capacities
+from .ledger import Item, Ledger
+from .media import decode
+from .messages import EngineReady, Failed, PathState, PhaseChange, Release, Reserve, Rows, Stop, Submit
+from .models import registry
+from .models.base import Tower
+from .peers import Peers
+from .selftest import self_test
+from .slots import Arena
+from .types import Capacity, Outcome, Phase
+
+log = logging.getLogger(__name__)
+
+EXIT_RUNTIME, EXIT_CONFIG, EXIT_GPU_FAULT = 1, 2, 3
+
+
+def main(config: Config, control: socket.socket, arena_fd: int) -> None:
+    """Load, capture, serve until told to stop. Ends the process with an exit code where it cannot go on."""
+    # A thread waits for the interpreter lock at most this long; the default of 5 ms is a batch's worth.
+    sys.setswitchinterval(0.0002)
+    try:
+        Engine(config, control, arena_fd).run()
+    except (ValueError, GraphsFailed) as error:
+        log.error("cannot start", extra={"error": str(error)})
+        sys.exit(EXIT_RUNTIME if isinstance(error, GraphsFailed) else EXIT_CONFIG)
+
+
+class Engine:
+    """The parts of the process and their life."""
+
+    def __init__(self, config: Config, control: socket.socket, arena_fd: int) -> None:
+        self.config = config
+        self.arena = Arena(arena_fd, config.max_queue_bytes)
+        self.ledger = Ledger(
+            max_items=config.max_queue_items, max_tokens=config.max_queue_tokens, max_bytes=config.max_queue_bytes
+        )
+        self.peers = Peers(control)
+        self.batcher: Batcher | None = None
+        self.stopping = threading.Event()
+
+    def run(self) -> None:
+        """The life of the process, on its main thread."""
+        _thread(self._receive_forever, "receiver")
+        self.peers.tell_supervisor(PhaseChange(Phase.LOADING))
+        with torch.inference_mode():
+            tower, ready = self._prepare()
+        dispatcher = self._dispatcher(tower)
+        self.peers.tell_supervisor(ready)
+        self._serve(dispatcher)
+
+    def _prepare(self) -> tuple[Tower, EngineReady]:
+        """Load weights, lay out memory, capture, self-test. Raises ValueError or GraphsFailed."""
+        config = self.config
+        source = registry.open_model(config.model, config.load_format)
+        planner = registry.build_planner(source)
+        loaded = registry.build_tower(
+            source,
+            planner,
+            load_format=config.load_format,
+            device=config.device,
+            dtype=config.dtype,
+            attention_backend=config.attention_backend,
+        )
+        device, dtype = loaded.tower.device, str(loaded.tower.dtype).removeprefix("torch.")
+        if device.type == "cpu":
+            os.nice(10)  # probes, and the event loops of front-ends on the same cores, come first
+        self.capacities = plan_capacities(
+            planner.paths,
+            explicit=parse_token_budgets(config.token_budgets),
+            cap=config.token_cap(device.type),
+            max_items=config.max_items_per_batch,
+            launches_by_segments=loaded.launches_by_segments,
+        )
+        self.graphs = GraphManager(loaded.tower, self.capacities)
+        if config.graphs:
+            self._capture()
+        fingerprint = _digest(
+            loaded.weights_digest, source.processor, decode.CONTRACT, config.alpha_background, dtype, planner.layout
+        )
+        self._publish(source.name, fingerprint, dtype, loaded.attention_backend)
+        return loaded.tower, EngineReady(
+            fingerprint=fingerprint,
+            dtype=dtype,
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            attention_backend=loaded.attention_backend,
+            paths=[
+                PathState(name, state.budgets, len(state.graphs), state.memory_bytes, state.capture_s)
+                for name, state in self.graphs.paths.items()
+            ],
+            reasons=loaded.reasons,
+            model=source.name,
+            architecture=planner.architecture,
+            layout=planner.layout,
+        )
+
+    def _capture(self) -> None:
+        total = sum(len(capacities) for capacities in self.capacities.values())
+        self.peers.tell_supervisor(PhaseChange(Phase.CAPTURING, f"0 of {total} graphs"))
+        estimate, limit = self.graphs.estimate(), self.config.graph_memory_bytes
+        log.info("graph memory estimated", extra={"mib": estimate >> 20, "limit_bytes": limit})
+        if limit is not None and estimate > limit:
+            raise ValueError(
+                f"graphs would take about {estimate} bytes, over graph_memory_bytes = {limit}: lower "
+                "--max-token-budget, raise the limit, or run with --no-graphs"
+            )
+        started = time.perf_counter()
+
+        def progress(path: str, capacity: Capacity, done: int, total: int) -> None:
+            log.info(
+                "graph captured",
+                extra={
+                    "path": path,
+                    "budget": capacity.units,
+                    "segments": capacity.segments,
+                    "longest": capacity.longest,
+                    "done": f"{done}/{total}",
+                    "s": round(time.perf_counter() - started, 2),
+                },
+            )
+            self.peers.tell_supervisor(PhaseChange(Phase.CAPTURING, f"{done} of {total} graphs"))
+
+        self.graphs.capture(progress, on_failure=self.config.on_capture_failure)
+        captured = time.perf_counter()
+        self_test(self.graphs, lambda path, capacity: None)
+        log.info(
+            "graphs ready",
+            extra={
+                "graphs": sum(len(state.graphs) for state in self.graphs.paths.values()),
+                "memory_mib": sum(state.memory_bytes for state in self.graphs.paths.values()) >> 20,
+                "capture_s": round(captured - started, 2),
+                "selftest_s": round(time.perf_counter() - captured, 2),
+            },
+        )
+
+    def _publish(self, model: str, fingerprint: str, dtype: str, backend: str) -> None:
+        metrics.BUILD_INFO.labels(__version__, torch.__version__, torch.version.cuda or "none").set(1)
+        metrics.CONFIG_INFO.labels(model, fingerprint, dtype, backend).set(1)
+        for path, state in self.graphs.paths.items():
+            metrics.GRAPHS.labels(path).set(len(state.graphs))
+            metrics.GRAPH_MEMORY_BYTES.labels(path).set(state.memory_bytes)
+            metrics.CAPTURE_DURATION.labels(path).set(state.capture_s)
+        self._batch_tokens = metrics.batch_tokens_histogram(
+            capacity.units for capacities in self.capacities.values() for capacity in capacities
+        )
+
+    def _dispatcher(self, tower: Tower) -> Dispatcher:
+        captured = {path: state.capacities for path, state in self.graphs.paths.items()}
+        capacities = {path: captured[path] or planned for path, planned in self.capacities.items()}
+        self.batcher = Batcher(self.ledger, capacities)
+        self.counts = Counts()
+        return Dispatcher(
+            tower,
+            self.graphs,
+            _pinned(self.arena, tower.device),
+            capacities=self.capacities,
+            use_graphs=self.config.graphs,
+            on_computed=self.batcher.device_free,
+            on_finished=self._finished,
+        )
+
+    def _serve(self, dispatcher: Dispatcher) -> None:
+        """Run batches until told to stop, then those that are queued."""
+        batcher = self.batcher
+        assert batcher is not None
+        finisher = _thread(dispatcher.finish_forever, "finisher")
+        if self.stopping.is_set():
+            batcher.stop()
+        while (batch := batcher.take(dispatcher.land, self._idle)) is not None:
+            self._idle()
+            for item in batch.expired:
+                self._fail(item, "EXPIRED_IN_QUEUE", "the deadline passed while the item waited for the device")
+            if batch.items:
+                self._run(dispatcher, batch)
+            else:
+                batcher.device_free()
+        dispatcher.stop()
+        finisher.join()
+
+    def _run(self, dispatcher: Dispatcher, batch: Batch) -> None:
+        """Launch a batch; what a failure means depends on whether the device still works."""
+        metrics.INFLIGHT_ITEMS.inc(len(batch.items))
+        try:
+            dispatcher.run(batch)
+            return
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            reason, message = "GPU_MEMORY", "the device has no memory for this batch; retry later or send less at once"
+        except Exception:
+            log.exception("batch failed", extra={"items": len(batch.items)})
+            reason, message = "INTERNAL", "the forward failed; the server's log has the details"
+        _check_device()
+        metrics.INFLIGHT_ITEMS.dec(len(batch.items))
+        for item in batch.items:
+            self._fail(item, reason, message)
+        assert self.batcher is not None
+        self.batcher.device_free()
+
+    def _finished(self, finished: Finished) -> None:
+        """Report a batch to front-ends and metrics; on the finisher."""
+        dispatches = [run.dispatched for run in finished.runs]
+        for result in finished.results:
+            item = result.item
+            if result.failure is not None:
+                self._fail(item, *result.failure)
+                continue
+            mine = [dispatched for dispatched in dispatches if item.placed.paths[dispatched.path].units]
+            waiting = self.ledger.from_device(item)
+            if waiting:
+                queued = max(0.0, finished.taken_at - item.submitted_at)
+                self.peers.tell_frontend(
+                    item.frontend,
+                    Rows(item.call, item.index, mine, queued, finished.execute_s, finished.copy_s),
+                )
+        self.counts.add(finished)
+        self._batch_tokens.observe(max(run.load.units for run in finished.runs))
+        metrics.INFLIGHT_ITEMS.dec(len(finished.results))
+
+    def _fail(self, item: Item, reason: str, message: str) -> None:
+        if self.ledger.from_device(item):
+            self.peers.tell_frontend(item.frontend, Failed(item.call, item.index, reason, message))
+
+    def _idle(self) -> None:
+        metrics.GPU_HEARTBEAT.set(time.time())
+
+    # --- receiver
+
+    def _receive_forever(self) -> None:
+        last = 0.0
+        while True:
+            for peer in self.peers.wait(timeout=0.5):
+                self._receive(peer)
+            if time.monotonic() - last >= 1.0:
+                last = time.monotonic()
+                occupancy = self.ledger.occupancy()
+                metrics.QUEUE_ITEMS.set(occupancy.items)
+                metrics.QUEUE_TOKENS.set(occupancy.tokens)
+                metrics.QUEUE_BYTES.set(occupancy.bytes)
+                self.peers.tell_supervisor(occupancy)
+
+    def _receive(self, frontend: int | None) -> None:
+        """Read and act on one message of a front-end, or of the supervisor (None)."""
+        message = self.peers.read(frontend)
+        if message is None and frontend is None:
+            log.error("supervisor is gone")
+            os._exit(EXIT_RUNTIME)
+        elif message is None and frontend is not None:
+            self.peers.detach(frontend)
+            log.warning("front-end is gone", extra={"frontend": frontend, "items": self.ledger.disconnect(frontend)})
+        elif isinstance(message, Stop):
+            self.stopping.set()
+            if self.batcher is not None:
+                self.batcher.stop()
+        elif frontend is not None and isinstance(message, Reserve):
+            self.peers.tell_frontend(frontend, self.ledger.reserve(frontend, message))
+        elif frontend is not None and isinstance(message, Release):
+            self.ledger.release(frontend, message.call, message.index)
+        elif frontend is not None and isinstance(message, Submit):
+            self._submit(frontend, message)
+
+    def _submit(self, frontend: int, message: Submit) -> None:
+        item = self.ledger.submit(frontend, message)
+        if item is not None and self.batcher is not None:
+            self.batcher.put(item)
+
+
+class Counts:
+    """Counts of dispatches: into metrics, and one log line a minute with traffic."""
+
+    def __init__(self) -> None:
+        self._since = time.monotonic()
+        self._items = {Outcome.HIT: 0, Outcome.MISS: 0}
+        self._units = {"useful": 0, "padding": 0}
+
+    def add(self, finished: Finished) -> None:
+        """Count a batch; on the finisher."""
+        metrics.BATCH_ITEMS.observe(len(finished.results))
+        for run in finished.runs:
+            d = run.dispatched
+            metrics.DISPATCHES.labels(d.path, d.outcome, run.reason).inc()
+            metrics.DISPATCHED_ITEMS.labels(d.path, d.outcome).inc(d.batch_items)
+            metrics.EXECUTE_DURATION.labels(d.path, d.outcome).observe(finished.execute_s)
+            self._items[d.outcome] += d.batch_items
+            if d.outcome is Outcome.HIT:
+                metrics.GRAPH_REPLAYS.labels(d.path, str(d.budget)).inc()
+                for kind, units in (("useful", d.batch_units), ("padding", d.budget - d.batch_units)):
+                    metrics.GRAPH_TOKENS.labels(d.path, kind).inc(units)
+                    self._units[kind] += units
+        if time.monotonic() - self._since >= 60:
+            self._log()
+
+    def _log(self) -> None:
+        hits, misses = self._items[Outcome.HIT], self._items[Outcome.MISS]
+        computed = sum(self._units.values())
+        log.info(
+            "graph hits",
+            extra={
+                "hits": hits,
+                "misses": misses,
+                "hit_ratio": round(hits / max(1, hits + misses), 3),
+                "padding_ratio": round(self._units["padding"] / max(1, computed), 3),
+            },
+        )
+        self.__init__()  # type: ignore[misc]
+
+
+def _thread(target: Callable[[], None], name: str) -> threading.Thread:
+    """A daemon thread whose death by an exception is the death of the process."""
+
+    def run() -> None:
+        try:
+            target()
+        except BaseException:
+            log.exception("thread died", extra={"thread": name})
+            os._exit(EXIT_GPU_FAULT if _device_is_broken() else EXIT_RUNTIME)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def _device_is_broken() -> bool:
+    """Whether the CUDA context is unusable: after a sticky error every call fails."""
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def _check_device() -> None:
+    if _device_is_broken():
+        log.critical("the device is broken, the process ends")
+        os._exit(EXIT_GPU_FAULT)
+
+
+def _pinned(arena: Arena, device: torch.device) -> torch.Tensor:
+    """The shared arena as a tensor, registered with CUDA where there is one, so that copies run beside kernels."""
+    slots = torch.from_numpy(arena.bytes)
+    if device.type == "cuda":
+        error = torch.cuda.cudart().cudaHostRegister(slots.data_ptr(), slots.numel(), 0)
+        if int(error):
+            raise ValueError(
+                f"pinning {slots.numel()} bytes of shared memory failed with CUDA error {int(error)}: lower "
+                "--max-queue-bytes or raise the memory limit of the process"
+            )
+    return slots
+
+
+def _digest(*parts: object) -> str:
+    """SHA-256 of the parts as canonical JSON: the fingerprint."""
+    text = json.dumps(parts, sort_keys=True, default=lambda part: [getattr(part, n) for n in part.__struct_fields__])
+    return hashlib.sha256(text.encode()).hexdigest()

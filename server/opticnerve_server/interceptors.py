@@ -1,0 +1,107 @@
+"""The border of the service: counts calls, turns every failure into a status of the table, lets nothing else out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+from grpc_status import rpc_status
+
+from . import metrics
+from .errors import ServiceError, internal_error, to_status
+from .health import SERVICE
+from .metrics import Rejection
+
+STALL_SECONDS = 60.0
+"""A caller that takes no message for so long loses its call: its rows hold slots that others wait for."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+T = TypeVar("T")
+
+_REJECTIONS = {
+    "QUEUE_FULL": Rejection.QUEUE_FULL,
+    "REQUEST_TOO_LARGE": Rejection.TOO_LARGE,
+    "DRAINING": Rejection.DRAINING,
+    "LOADING": Rejection.LOADING,
+    "CAPTURING_GRAPHS": Rejection.LOADING,
+    "TOKEN_MISSING": Rejection.AUTH,
+    "TOKEN_INVALID": Rejection.AUTH,
+}
+
+
+class Border(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Wraps the methods of the service; health and reflection pass untouched.
+
+    Streams are written here, not by gRPC, and their generator is closed here: left to itself, gRPC abandons it at the
+    `yield` when a call is cancelled, and its slots return only when the interpreter collects it.
+    """
+
+    def __init__(self, stall_seconds: float = STALL_SECONDS) -> None:
+        self._stall_seconds = stall_seconds
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        handler = await continuation(handler_call_details)
+        service, _, method = handler_call_details.method.removeprefix("/").partition("/")
+        if service != SERVICE or handler is None:
+            return handler
+        if handler.unary_stream is not None:
+            return grpc.unary_stream_rpc_method_handler(
+                self._stream(method, handler.unary_stream), handler.request_deserializer, handler.response_serializer
+            )
+        return grpc.unary_unary_rpc_method_handler(
+            self._unary(method, handler.unary_unary), handler.request_deserializer, handler.response_serializer
+        )
+
+    def _unary(self, method: str, behaviour: Any) -> Any:
+        async def unary(request: Any, context: Context) -> Any:
+            return await _guard(method, context, behaviour(request, context))
+
+        return unary
+
+    def _stream(self, method: str, behaviour: Any) -> Any:
+        async def stream(request: Any, context: Context) -> None:
+            await _guard(method, context, self._write_all(behaviour(request, context), context))
+
+        return stream
+
+    async def _write_all(self, responses: AsyncGenerator[Any, None], context: Context) -> None:
+        async with aclosing(responses):
+            async for response in responses:
+                try:
+                    async with asyncio.timeout(self._stall_seconds):
+                        await context.write(response)
+                except TimeoutError as error:
+                    raise ServiceError(
+                        "SLOW_READER",
+                        f"no message was taken for {self._stall_seconds:g} s: read answers as they come",
+                    ) from error
+
+
+async def _guard(method: str, context: Context, work: Awaitable[T]) -> T:
+    """Await `work`, and end the call with a status of the table if it fails."""
+    started = time.monotonic()
+    code = "OK"
+    try:
+        return await work
+    except asyncio.CancelledError:
+        code = "DEADLINE_EXCEEDED" if context.time_remaining() == 0 else "CANCELLED"
+        raise
+    except Exception as exception:
+        error = exception if isinstance(exception, ServiceError) else internal_error(exception)
+        if error.reason in _REJECTIONS:
+            metrics.REJECTED.labels(_REJECTIONS[error.reason]).inc()
+        status = rpc_status.to_status(to_status(error))
+        code = status.code.name
+        await context.abort(status.code, status.details, status.trailing_metadata)
+    finally:
+        metrics.REQUESTS.labels(method, code).inc()
+        metrics.REQUEST_DURATION.labels(method).observe(time.monotonic() - started)

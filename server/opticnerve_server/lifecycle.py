@@ -1,0 +1,350 @@
+"""The supervisor: the only file that knows the order in which a server starts, lives and ends.
+
+    bind all ports, NOT_SERVING -> shared memory -> engine and front-ends -> LOADING -> CAPTURING -> READY, SERVING
+    SIGTERM -> DRAINING, NOT_SERVING -> drain delay -> front-ends finish their calls -> engine -> exit 0
+
+Exit codes: 0 a stop that was asked for, 2 a configuration or model that cannot be served, 1 any other failure, 3 an
+engine that died while serving. A front-end that dies is replaced: its own calls alone are lost.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import signal
+import socket
+import tempfile
+import time
+import uuid
+from collections import deque
+from contextlib import ExitStack
+from multiprocessing.connection import wait
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+from . import messages, slots
+from .config import Config
+from .health import HealthServer
+from .info import ServerState, server_info
+from .messages import Attach, EngineReady, Occupancy, PhaseChange, Stop
+from .ports import reserve, split_address
+from .processes import Child, EngineTarget, FrontendTarget, inherited_fd, run_engine, run_frontend
+from .types import Phase
+
+if TYPE_CHECKING:
+    from .scrape import MetricsServer
+
+log = logging.getLogger(__name__)
+
+CRASHES, CRASH_WINDOW_S = 5, 60.0
+"""That many deaths of front-ends within that time are no accident: the server ends."""
+
+FAREWELL_S = 2.0
+"""After the engine has died: time for the front-ends to answer their callers."""
+
+EXIT_S = 5.0
+"""Time for a child without work to exit before it is killed."""
+
+SAME_SIGNAL_S = 0.5
+"""Signals so close behind each other are one request: `timeout` sends to the process and then to its group."""
+
+SILENCE_S = 60.0
+"""An engine that has sent no Occupancy, due every second, for that long is not alive any more."""
+
+_TICK_S = 1.0
+_PROBE_S = 0.05
+
+
+class _End(Exception):
+    """The server ends with this exit code."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class Supervisor:
+    """One server. `run` is called once, on the main thread, whose SIGTERM and SIGINT it takes."""
+
+    def __init__(
+        self,
+        config: Config,
+        decode_contract: dict[str, str],
+        engine_target: EngineTarget = run_engine,
+        frontend_target: FrontendTarget = run_frontend,
+    ) -> None:
+        self._config = config
+        self._engine_target = engine_target
+        self._frontend_target = frontend_target
+        self._state = ServerState(config=config, instance_id=uuid.uuid4().hex, decode_contract=decode_contract)
+        self._frontends: dict[int, Child] = {}
+        self._indices = itertools.count()  # never used again, so that the engine cannot mix up a dead one and its heir
+        self._crashes: deque[float] = deque(maxlen=CRASHES)
+        self._listening = self._engine_ended = self._stopping = False
+        self._started, self._alive = False, True
+        self._stops, self._signalled = 0, float("-inf")
+        self._born = self._phase_since = self._heartbeat = time.monotonic()
+
+    def run(self) -> int:
+        """Serve until told to stop; the exit code."""
+        with ExitStack() as self._held:  # what must be given back, in reverse order, however it ends
+            try:
+                self._take_signals()
+                self._bind()
+                self._spawn()
+                self._start()
+                self._serve()
+                self._drain()
+            except _End as end:
+                return end.code
+        return 0
+
+    # --- start
+
+    def _take_signals(self) -> None:
+        def count(signum: int, frame: FrameType | None) -> None:
+            now = time.monotonic()
+            self._stops += now - self._signalled > SAME_SIGNAL_S
+            self._signalled = now
+
+        # A waiting main thread is woken by a byte in a socket; the handlers alone would not end its wait.
+        self._wakeup, write = socket.socketpair()
+        for end in (self._wakeup, write):
+            end.setblocking(False)
+            self._held.callback(end.close)
+        self._held.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(write.fileno()))
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            self._held.callback(signal.signal, signum, signal.signal(signum, count))
+
+    def _bind(self) -> None:
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = self._held.enter_context(
+            tempfile.TemporaryDirectory(prefix="opticnerve-metrics-")
+        )
+        from .scrape import MetricsServer
+
+        config = self._config
+        name, address = "listen", config.listen
+        try:
+            reserved, self._address = reserve(address)
+            self._held.callback(reserved.close)
+            name, address = "metrics_listen", config.metrics_listen
+            self._metrics: MetricsServer = MetricsServer(*split_address(address))
+            self._held.callback(self._metrics.stop)
+            name, address = "health_listen", config.health_listen
+            self._health = HealthServer(address, lambda: server_info(self._state, self._state.phase))
+            self._held.callback(self._health.stop)
+        except OSError as error:
+            self._fail(f"cannot listen on {name} = {address}: {error}; free the address or choose another", 2)
+        self._metrics.enter(Phase.LOADING)
+
+    def _spawn(self) -> None:
+        self._arena_fd = slots.Arena.create(self._config.max_queue_bytes)
+        self._held.callback(os.close, self._arena_fd)
+        arguments = (self._config, Child.CONTROL, inherited_fd(self._arena_fd))
+        self._engine = Child("engine", self._engine_target, arguments)
+        self._held.callback(self._end_children)
+        for _ in range(self._config.frontends):
+            self._spawn_frontend()
+
+    def _spawn_frontend(self) -> None:
+        index = next(self._indices)
+        engine_end, frontend_end = messages.socket_pair()
+        with engine_end, frontend_end:
+            self._engine.send(Attach(index), fd=engine_end.fileno())
+            child = Child(
+                f"frontend-{index}",
+                self._frontend_target,
+                (
+                    self._config,
+                    index,
+                    Child.CONTROL,
+                    frontend_end,
+                    inherited_fd(self._arena_fd),
+                    self._address,
+                    self._state.instance_id,
+                ),
+            )
+        self._frontends[index] = child
+        child.send(PhaseChange(self._state.phase, self._state.detail))
+        if self._state.ready is not None:
+            child.send(self._state.ready)
+
+    def _start(self) -> None:
+        """Follow the engine until it is ready and the service's port answers."""
+        while not (self._listening and self._state.ready):
+            if self._stops:
+                log.info("stopped while starting")
+                raise _End(0)
+            if time.monotonic() - self._born > self._config.startup_timeout:
+                where = f"{self._state.phase} {self._state.detail}".strip()
+                self._fail(f"not serving within startup_timeout = {self._config.startup_timeout:g} s, still {where}", 1)
+            self._step(_TICK_S if self._listening else _PROBE_S)
+            if not self._listening and self._answers():
+                self._listening = True
+                self._announce()
+        self._started = True
+        self._enter(Phase.READY)
+        log.info("ready", extra={"seconds": round(time.monotonic() - self._born, 1), **self._totals()})
+
+    def _answers(self) -> bool:
+        try:
+            socket.create_connection(split_address(self._address), timeout=1.0).close()
+        except OSError:
+            return False
+        return True
+
+    def _announce(self) -> None:
+        """One line with the resolved addresses, for people and for programs that asked for port 0."""
+        host = self._config.metrics_listen.rpartition(":")[0]
+        addresses = {
+            "listen": self._address,
+            "health_listen": self._health.address,
+            "metrics_listen": f"{host}:{self._metrics.port}",
+        }
+        log.info("listening", extra={**addresses, "instance_id": self._state.instance_id})
+
+    def _totals(self) -> dict[str, object]:
+        ready = self._state.ready
+        assert ready is not None
+        return {
+            "model": ready.model,
+            "device": ready.device,
+            "dtype": ready.dtype,
+            "attention_backend": ready.attention_backend,
+            "graphs": sum(path.graphs for path in ready.paths),
+            "graph_memory_bytes": sum(path.graph_memory_bytes for path in ready.paths),
+            "fingerprint": ready.fingerprint,
+        }
+
+    # --- life
+
+    def _serve(self) -> None:
+        self._heartbeat = time.monotonic()
+        while not self._stops:
+            self._step(_TICK_S)
+            alive = time.monotonic() - self._heartbeat < SILENCE_S
+            if alive is not self._alive:
+                self._alive = alive
+                log.log(logging.INFO if alive else logging.ERROR, "engine answers" if alive else "engine is silent")
+                self._health.update(self._state.phase, self._started, alive)
+
+    def _step(self, timeout: float) -> None:
+        """Handle what has happened, or wait for it up to `timeout` seconds."""
+        engine, sentinels = self._engine, {child.process.sentinel: i for i, child in self._frontends.items()}
+        watched: list[Any] = [self._wakeup, *sentinels]
+        if not engine.silent:
+            watched.append(engine.control)
+        if not self._engine_ended:
+            watched.append(engine.process.sentinel)
+        for event in wait(watched, timeout):
+            if event is self._wakeup:
+                self._wakeup.recv(64)
+            elif event is engine.control:
+                while (message := engine.receive()) is not None:
+                    self._on_engine(message)
+            elif event == engine.process.sentinel:
+                self._on_engine_death()
+            else:
+                self._on_frontend_death(sentinels[cast(int, event)])
+        if self._stops > 1:
+            log.warning("stopped at once by a second signal")
+            raise _End(1)
+
+    def _on_engine(self, message: messages.Message) -> None:
+        match message:
+            case Occupancy():
+                self._heartbeat = time.monotonic()
+                self._state.occupancy = message
+                self._tell_frontends(message)
+            case EngineReady():
+                self._state.ready = message
+                self._tell_frontends(message)
+            case PhaseChange(phase=phase, detail=detail):
+                self._enter(phase, detail)
+
+    def _enter(self, phase: Phase, detail: str = "") -> None:
+        """Make a phase, or progress in it, known to everyone."""
+        state, before = self._state, self._state.phase
+        state.phase, state.detail = phase, detail
+        if phase is not before:
+            now = time.monotonic()
+            if before in (Phase.LOADING, Phase.CAPTURING):
+                self._metrics.started(before, now - self._phase_since)
+            self._phase_since = now
+            self._metrics.enter(phase)
+            self._health.update(phase, self._started, self._alive)
+            log.info("phase", extra={"phase": phase.value, "detail": detail})
+        self._tell_frontends(PhaseChange(phase, detail))
+
+    def _tell_frontends(self, message: messages.Message) -> None:
+        for child in self._frontends.values():
+            child.send(message)
+
+    # --- deaths
+
+    def _on_engine_death(self) -> None:
+        self._engine_ended = True
+        self._engine.process.join()
+        code = self._engine.process.exitcode
+        if self._state.phase in (Phase.LOADING, Phase.CAPTURING):
+            self._fail(
+                f"the engine ended with {code} while {self._state.phase}, its own log says why", 2 if code == 2 else 1
+            )
+        log.error("engine died", extra={"exit_code": code})
+        self._enter(Phase.FAILED)
+        self._stop_frontends(FAREWELL_S)
+        raise _End(3)
+
+    def _on_frontend_death(self, index: int) -> None:
+        child = self._frontends.pop(index)
+        child.process.join()
+        code, pid = child.process.exitcode, child.process.pid
+        assert pid is not None
+        child.close()
+        self._metrics.forget(pid)
+        if self._stopping:
+            return
+        log.error("front-end died, its calls are lost", extra={"child": child.name, "exit_code": code})
+        now = time.monotonic()
+        self._crashes.append(now)
+        if len(self._crashes) == CRASHES and now - self._crashes[0] < CRASH_WINDOW_S:
+            self._fail(f"{CRASHES} front-ends died within {CRASH_WINDOW_S:g} s, their own logs say why", 1)
+        self._spawn_frontend()
+
+    def _fail(self, reason: str, code: int) -> NoReturn:
+        log.error("failed", extra={"reason": reason, "exit_code": code})
+        raise _End(code)
+
+    # --- end
+
+    def _drain(self) -> None:
+        """Leave the load balancers' lists first, then refuse, then let the admitted calls finish."""
+        self._enter(Phase.DRAINING)
+        until = time.monotonic() + self._config.drain_delay
+        while (left := until - time.monotonic()) > 0:
+            self._step(left)
+        self._stop_frontends(self._config.grace)
+        self._stop_engine()
+        log.info("stopped", extra={"seconds": round(time.monotonic() - self._phase_since, 1)})
+
+    def _stop_frontends(self, grace: float) -> None:
+        """Give the front-ends `grace` seconds to finish their calls, and a moment more to exit."""
+        self._stopping = True
+        self._tell_frontends(Stop(grace))
+        until = time.monotonic() + grace + EXIT_S
+        while self._frontends and (left := until - time.monotonic()) > 0:
+            self._step(left)
+        for child in self._frontends.values():
+            log.warning("front-end did not end in time, its calls are lost", extra={"child": child.name})
+
+    def _stop_engine(self) -> None:
+        self._engine_ended = True  # from here on its end is no failure
+        self._engine.send(Stop(0.0))
+        if not self._engine.wait(EXIT_S):
+            log.warning("engine did not end in time")
+
+    def _end_children(self) -> None:
+        for child in (*self._frontends.values(), self._engine):
+            child.kill()
+            child.close()

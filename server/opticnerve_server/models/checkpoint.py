@@ -1,0 +1,88 @@
+"""Writes small random checkpoints in Hugging Face layout, for demos and tests: real names, random weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from .. import attention
+from . import registry
+from .presets import PROCESSORS
+from .weights import DummyTensors
+
+_VISION: dict[str, dict[str, Any]] = {
+    "qwen3_vl": {
+        "depth": 4,
+        "hidden_size": 96,
+        "intermediate_size": 200,
+        "num_heads": 4,
+        "out_hidden_size": 128,
+        "num_position_embeddings": 256,
+        "deepstack_visual_indexes": [0, 2],
+    },
+    "qwen2_5_vl": {
+        "depth": 4,
+        "hidden_size": 96,
+        "intermediate_size": 172,
+        "num_heads": 4,
+        "out_hidden_size": 128,
+        "window_size": 112,
+        "fullatt_block_indexes": [1, 3],
+    },
+}
+_VISION["qwen3_vl_moe"] = _VISION["qwen3_vl"]
+
+_LANGUAGE = {
+    "qwen3_vl": ("model.visual.", "model.language_model.embed_tokens.weight"),
+    "qwen3_vl_moe": ("model.visual.", "model.language_model.embed_tokens.weight"),
+    "qwen2_5_vl": ("visual.", "model.embed_tokens.weight"),
+}
+"""By architecture: the tower's prefix in published files, and the name of a tensor of the language model."""
+
+_VOCABULARY = 16
+
+
+class _Recorder(DummyTensors):
+    """Random tensors that remember what was taken."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(torch.device("cpu"), torch.bfloat16, seed)
+        self.taken: dict[str, torch.Tensor] = {}
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        self.taken[name] = super().take(name, *shape)
+        return self.taken[name]
+
+
+def write_checkpoint(architecture: str, directory: Path, seed: int = 0) -> None:
+    """Write config.json, preprocessor_config.json and model.safetensors into `directory`, which is made.
+
+    Weights are bfloat16 random numbers of `seed`, the tower small but with every branch of its family, the pixel limits
+    those published. A tensor of a language model is there too, as in a real checkpoint.
+
+    Raises ModelError for an unknown architecture.
+    """
+    if architecture not in _VISION:
+        raise registry.ModelError(f"unknown architecture {architecture!r}: use one of {', '.join(_VISION)}")
+    names = [name for name, known in registry.CLASSES.items() if known == architecture]
+    config: dict[str, Any] = {
+        "architectures": names,
+        "model_type": architecture,
+        "vision_config": _VISION[architecture],
+    }
+    source = registry.ModelSource(directory.name, architecture, config, PROCESSORS[architecture], directory)
+    tensors = _Recorder(seed)
+    backend, _ = attention.resolve("sdpa", tensors.device, tensors.dtype, head_dim=0)
+    tower_class = registry.tower_class(architecture)
+    tower_class(tower_class.read_config(config), registry.build_planner(source), tensors, backend)
+    prefix, language = _LANGUAGE[architecture]
+    stored = {prefix + name: tensor for name, tensor in tensors.taken.items()}
+    stored[language] = tensors.take(language, _VOCABULARY, config["vision_config"]["out_hidden_size"])
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    for file, content in (("config.json", config), ("preprocessor_config.json", PROCESSORS[architecture])):
+        (directory / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

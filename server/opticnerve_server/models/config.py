@@ -1,0 +1,108 @@
+"""Reading `config.json`: each family declares a dataclass with transformers' class defaults, this fills it."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+ALIASES = {"in_chans": "in_channels"}
+"""Names that older files use."""
+
+
+class ModelError(ValueError):
+    """Something is wrong with the model's files. The text names it, and the remedy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridConfig:
+    """What `vision_config` says of every (t, h, w) tower. Subclasses add their own keys and override the defaults."""
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    out_hidden_size: int
+    hidden_act: str
+    patch_size: int
+    spatial_merge_size: int = 2
+    temporal_patch_size: int = 2
+    in_channels: int = 3
+    rope_theta: float = 10000.0
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def merged_size(self) -> int:
+        """Width of the patches of one token, side by side."""
+        return self.hidden_size * self.spatial_merge_size**2
+
+    @property
+    def deepstack_levels(self) -> int:
+        """Outputs of a token beside the main one."""
+        return 0
+
+    def check(self) -> None:
+        """Raise ModelError for numbers that no tower of the family can have."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int) and value < 1:
+                raise ModelError(f"vision_config.{field.name} is {value}, must be at least 1")
+        if self.in_channels != 3:
+            raise ModelError(f"vision_config.in_channels is {self.in_channels}, only RGB (3) is supported")
+        if self.hidden_size % self.num_heads or self.head_dim % 4:
+            raise ModelError(
+                f"vision_config.hidden_size {self.hidden_size} over num_heads {self.num_heads} must be a multiple of "
+                "4: row and column each turn a quarter of a head's pairs"
+            )
+
+    def check_activation(self, supported: str) -> None:
+        """Raise ModelError for another activation than the family's."""
+        if self.hidden_act != supported:
+            raise ModelError(f"vision_config.hidden_act is {self.hidden_act!r}, this family's is {supported!r}")
+
+
+Config = TypeVar("Config", bound=GridConfig)
+
+
+def read_grid_config(cls: type[Config], config: Mapping[str, Any]) -> Config:
+    """`cls` from the `vision_config` of a parsed config.json; keys that `cls` does not have are ignored.
+
+    Raises ModelError for a missing section, a value of the wrong type, and what `check` refuses.
+    """
+    section = config.get("vision_config")
+    if not isinstance(section, Mapping):
+        raise ModelError("config.json has no vision_config: this is not a vision-language model's configuration")
+    given = {ALIASES.get(key, key): value for key, value in section.items() if value is not None}
+    rope = given.get("rope_parameters", {})
+    if rope.get("rope_type", "axial") != "axial":
+        raise ModelError(f"vision_config.rope_parameters.rope_type is {rope['rope_type']!r}, only 'axial' is supported")
+    if "rope_theta" in rope:
+        given["rope_theta"] = rope["rope_theta"]
+    expected = typing.get_type_hints(cls)
+    values = {
+        f.name: _typed(f.name, given[f.name], expected[f.name]) for f in dataclasses.fields(cls) if f.name in given
+    }
+    missing = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING and f.name not in values]
+    if missing:
+        raise ModelError(f"config.json has no vision_config.{missing[0]}")
+    parsed = cls(**values)
+    parsed.check()
+    return parsed
+
+
+def _typed(name: str, value: Any, expected: Any) -> Any:
+    """`value` as `expected`: int, float, str or tuple[int, ...]."""
+    if isinstance(expected, types.GenericAlias):
+        if isinstance(value, list) and all(type(element) is int for element in value):
+            return tuple(value)
+    elif expected is float and type(value) in (int, float):
+        return float(value)
+    elif type(value) is expected:
+        return value
+    raise ModelError(f"vision_config.{name} is {value!r}, must be {getattr(expected, '__name__', expected)}")

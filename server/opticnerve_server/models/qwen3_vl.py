@@ -1,0 +1,178 @@
+"""Qwen3-VL, dense and MoE: full attention within frames, an interpolated position table, DeepStack.
+
+Forward and numerics are those of transformers' Qwen3VLVisionModel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from ..attention.base import AttentionBackend
+from ..types import Capacity
+from .base import BufferSpec
+from .config import GridConfig, ModelError
+from .grid import GridPlanner
+from .grid_tower import Frame, GridTower
+from .layers import LayerNorm, Linear, PatchEmbed, Rope, Segments, SelfAttention
+from .weights import TensorSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3VLConfig(GridConfig):
+    """`vision_config` with the class defaults of Qwen3VLVisionConfig."""
+
+    depth: int = 27
+    hidden_size: int = 1152
+    intermediate_size: int = 4304
+    num_heads: int = 16
+    out_hidden_size: int = 3584
+    hidden_act: str = "gelu_pytorch_tanh"
+    patch_size: int = 16
+    num_position_embeddings: int = 2304
+    deepstack_visual_indexes: tuple[int, ...] = (8, 16, 24)
+
+    @property
+    def table_side(self) -> int:
+        """Rows and columns of the position table."""
+        return math.isqrt(self.num_position_embeddings)
+
+    @property
+    def deepstack_levels(self) -> int:
+        """See GridConfig."""
+        return len(self.deepstack_visual_indexes)
+
+    def check(self) -> None:
+        """See GridConfig."""
+        GridConfig.check(self)
+        self.check_activation("gelu_pytorch_tanh")
+        layers = self.deepstack_visual_indexes
+        if len(set(layers)) != len(layers) or not all(0 <= layer < self.depth for layer in layers):
+            raise ModelError(
+                f"vision_config.deepstack_visual_indexes is {list(layers)}, must be different layers below depth "
+                f"{self.depth}"
+            )
+        if self.table_side**2 != self.num_position_embeddings:
+            raise ModelError(
+                f"vision_config.num_position_embeddings is {self.num_position_embeddings}, must be a square"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Pre-norm residual attention and MLP."""
+
+    norm1: LayerNorm
+    attention: SelfAttention
+    norm2: LayerNorm
+    fc1: Linear
+    fc2: Linear
+
+    @classmethod
+    def take(cls, source: TensorSource, name: str, config: Qwen3VLConfig, backend: AttentionBackend) -> Self:
+        width, inner = config.hidden_size, config.intermediate_size
+        return cls(
+            norm1=LayerNorm.take(source, f"{name}.norm1", width),
+            attention=SelfAttention.take(source, f"{name}.attn", width, config.num_heads, backend),
+            norm2=LayerNorm.take(source, f"{name}.norm2", width),
+            fc1=Linear.take(source, f"{name}.mlp.linear_fc1", width, inner),
+            fc2=Linear.take(source, f"{name}.mlp.linear_fc2", inner, width),
+        )
+
+    def __call__(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], segments: Segments) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x), angles, segments)
+        return x + self.fc2(F.gelu(self.fc1(self.norm2(x)), approximate="tanh"))
+
+
+@dataclass(frozen=True, slots=True)
+class Merger:
+    """The patches of a token, side by side, to one row. The norm is over patches (main) or over tokens (DeepStack)."""
+
+    norm: LayerNorm
+    fc1: Linear
+    fc2: Linear
+
+    @classmethod
+    def take(cls, source: TensorSource, name: str, config: Qwen3VLConfig, *, norm_size: int) -> Self:
+        merged = config.merged_size
+        return cls(
+            norm=LayerNorm.take(source, f"{name}.norm", norm_size),
+            fc1=Linear.take(source, f"{name}.linear_fc1", merged, merged),
+            fc2=Linear.take(source, f"{name}.linear_fc2", merged, config.out_hidden_size),
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        merged = self.fc1.weight.shape[1]
+        normed = self.norm(x.view(-1, self.norm.weight.shape[0]))
+        return self.fc2(F.gelu(self.fc1(normed.view(-1, merged))))
+
+
+class Qwen3VLTower(GridTower):
+    """See `base.Tower`. A line is [main, level 0, level 1, ...], the levels in the order of their blocks."""
+
+    config_class = Qwen3VLConfig
+
+    def __init__(
+        self, config: Qwen3VLConfig, planner: GridPlanner, source: TensorSource, backend: AttentionBackend
+    ) -> None:
+        """Take all weights from `source`. Raises ModelError for a missing or misshapen one."""
+        super().__init__(planner, source)
+        self.row_buffers = {
+            **self.row_buffers,
+            "taps": BufferSpec((4,), "int32"),
+            "weights": BufferSpec((4,), "float32"),
+        }
+        self.table_side = config.table_side
+        self.patch_embed = PatchEmbed(source, planner, config.hidden_size, bias=True)
+        table = source.take("pos_embed.weight", config.num_position_embeddings, config.hidden_size)
+        self.position_table = table.float()  # interpolated in float32, from values of the tower's dtype
+        self.rope = Rope(config.head_dim, config.rope_theta, source.device)
+        self.blocks = [Block.take(source, f"blocks.{i}", config, backend) for i in range(config.depth)]
+        self.merger = Merger.take(source, "merger", config, norm_size=config.hidden_size)
+        self.deepstack = {
+            layer: Merger.take(source, f"deepstack_merger_list.{k}", config, norm_size=config.merged_size)
+            for k, layer in enumerate(config.deepstack_visual_indexes)
+        }
+
+    def frame(self, h: int, w: int) -> Frame:
+        """See `GridTower.frame`; adds where each patch lies in the position table."""
+        frame = super().frame(h, w)
+        taps, weights = _interpolation(frame.rows["position"], h, w, self.table_side)
+        return replace(frame, rows={**frame.rows, "taps": taps, "weights": weights})
+
+    def forward(self, path: str, buffers: Mapping[str, torch.Tensor], capacity: Capacity) -> torch.Tensor:
+        """See `base.Tower.forward`: [units, out_hidden_size x (1 + levels)]."""
+        x = self.patch_embed(buffers)
+        taps, weights = buffers["taps"], buffers["weights"]
+        position = F.embedding_bag(taps, self.position_table, mode="sum", per_sample_weights=weights)
+        x = x + position.to(x.dtype)
+        angles = self.rope.angles(buffers["position"])
+        segments = Segments(buffers["cu_frames"], capacity.longest)
+        levels = []
+        for i, block in enumerate(self.blocks):
+            x = block(x, angles, segments)
+            if i in self.deepstack:
+                levels.append(self.deepstack[i](x))
+        return torch.cat([self.merger(x), *levels], dim=-1)
+
+
+def _interpolation(
+    position: npt.NDArray[np.generic], h: int, w: int, side: int
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    """Bilinear taps int32 [rows, 4] into a table of side x side, and their float32 weights; corners are aligned."""
+    last = np.array([max(h - 1, 1), max(w - 1, 1)], np.float32)
+    exact = position.astype(np.float32) * np.float32(side - 1) / last
+    low = exact.astype(np.int32)
+    high = np.minimum(low + 1, side - 1)
+    dy, dx = (exact - low).T.astype(np.float32)
+    taps = [low[:, 0] * side + low[:, 1], low[:, 0] * side + high[:, 1]]
+    taps += [high[:, 0] * side + low[:, 1], high[:, 0] * side + high[:, 1]]
+    weights = [(1 - dy) * (1 - dx), (1 - dy) * dx, dy * (1 - dx), dy * dx]
+    return np.stack(taps, axis=1), np.stack(weights, axis=1)

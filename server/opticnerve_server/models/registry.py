@@ -1,0 +1,205 @@
+"""From `--model` to a planner and a tower. Imports no torch until one of them is built."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .base import Planner, Tower
+from .config import ModelError
+from .presets import PRESETS, PROCESSORS
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ARCHITECTURES", "LoadedTower", "ModelError", "ModelSource", "build_planner", "build_tower", "open_model"]
+
+TOWERS = {
+    "qwen3_vl": "qwen3_vl:Qwen3VLTower",
+    "qwen3_vl_moe": "qwen3_vl:Qwen3VLTower",
+    "qwen2_5_vl": "qwen2_5_vl:Qwen25VLTower",
+}
+"""Tower class by architecture, which is config.json's `model_type`."""
+
+CLASSES = {
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
+}
+"""Architecture by the class name in config.json's `architectures`, which wins over `model_type`."""
+
+ARCHITECTURES = tuple(TOWERS)
+"""Every architecture that the server supports."""
+
+PRESET = "preset:"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model's parsed files. `directory` is None for a preset."""
+
+    name: str
+    architecture: str
+    config: dict[str, Any]  # config.json
+    processor: dict[str, Any]  # preprocessor_config.json
+    directory: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTower:
+    """A tower with its weights, and what was chosen for it; `reasons` by the name of the setting."""
+
+    tower: Tower
+    weights_digest: str
+    attention_backend: str
+    launches_by_segments: bool  # of the backend, see attention.base.AttentionBackend
+    reasons: dict[str, str]
+    tensors: int  # how many the weights are
+
+
+def open_model(model: str, load_format: str) -> ModelSource:
+    """Read the configuration of a checkpoint directory or of "preset:NAME"; no weights.
+
+    With load format "dummy" a directory needs config.json alone: without a processor file the published one is used.
+    Raises ModelError.
+    """
+    if model.startswith(PRESET):
+        return _open_preset(model.removeprefix(PRESET), load_format)
+    directory = Path(model)
+    if not (directory / "config.json").is_file():
+        raise ModelError(
+            f"{model}: no config.json there; --model takes a checkpoint directory or {PRESET}NAME with NAME one of "
+            f"{', '.join(PRESETS)}"
+        )
+    config = _read_json(directory / "config.json")
+    architecture = _architecture(config, directory)
+    processor = _read_processor(directory)
+    if processor is None:
+        if load_format != "dummy":
+            raise ModelError(
+                f"{directory}: neither preprocessor_config.json nor a processor_config.json with an image_processor; "
+                "save the model's image processor there"
+            )
+        processor = PROCESSORS[architecture]
+    return ModelSource(directory.resolve().name, architecture, config, processor, directory)
+
+
+def build_planner(source: ModelSource) -> Planner:
+    """The planner of a model. Raises ModelError."""
+    from .processor import ProcessorError
+
+    cls = tower_class(source.architecture)
+    config = cls.read_config(source.config)
+    try:
+        planner: Planner = cls.build_planner(source.architecture, config, source.processor)
+    except ProcessorError as error:
+        raise ModelError(f"the image processor of {source.name}: {error}") from error
+    return planner
+
+
+def build_tower(
+    source: ModelSource,
+    planner: Planner,
+    *,
+    load_format: str,
+    device: str | torch.device,
+    dtype: str,
+    attention_backend: str,
+) -> LoadedTower:
+    """Load the weights onto `device` and build the tower; `device`, `dtype` and `attention_backend` may be "auto".
+
+    Raises ModelError for wrong weights, attention.AttentionError for a backend that cannot run there.
+    """
+    from .. import attention
+    from .weights import open_tensors
+
+    cls = tower_class(source.architecture)
+    config = cls.read_config(source.config)
+    placed, device_reason = _choose_device(device)
+    chosen, dtype_reason = _choose_dtype(dtype, placed)
+    backend, backend_reason = attention.resolve(attention_backend, placed, chosen, config.head_dim)
+    tensors = open_tensors(source.directory, load_format=load_format, device=placed, dtype=chosen)
+    tower: Tower = cls(config, planner, tensors, backend)
+    reasons = {"device": device_reason, "dtype": dtype_reason, "attention_backend": backend_reason}
+    digest = tensors.finish()
+    return LoadedTower(tower, digest, backend.name, backend.launches_by_segments, reasons, tensors.count)
+
+
+def _open_preset(name: str, load_format: str) -> ModelSource:
+    if name not in PRESETS:
+        raise ModelError(f"unknown preset {name!r}: use one of {', '.join(PRESETS)}")
+    if load_format != "dummy":
+        raise ModelError(
+            f"preset {name} has no weights: use --load-format dummy, or --model with a checkpoint directory"
+        )
+    config = PRESETS[name]
+    architecture = config["model_type"]
+    return ModelSource(name, architecture, config, PROCESSORS[architecture], None)
+
+
+def _architecture(config: Mapping[str, Any], directory: Path) -> str:
+    names = config.get("architectures") or []
+    model_type = config.get("model_type")
+    known = [CLASSES[name] for name in names if name in CLASSES]
+    if known:
+        return known[0]
+    if not names and model_type in TOWERS:
+        return str(model_type)
+    raise ModelError(
+        f"{directory}/config.json: unsupported architecture {names or model_type!r}; supported are {', '.join(CLASSES)}"
+    )
+
+
+def _read_processor(directory: Path) -> dict[str, Any] | None:
+    """The image processor's settings: nested in the newer file, else the older file; None where neither has them."""
+    newer, older = directory / "processor_config.json", directory / "preprocessor_config.json"
+    if newer.is_file():
+        nested = _read_json(newer).get("image_processor")
+        if isinstance(nested, dict):
+            return nested
+    return _read_json(older) if older.is_file() else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot read it as JSON: {error}; download the file again") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: must hold a JSON object, holds {type(content).__name__}")
+    return content
+
+
+def tower_class(architecture: str) -> Any:
+    """The Tower class of an architecture, with its `read_config` and `build_planner`."""
+    module, name = TOWERS[architecture].split(":")
+    return getattr(importlib.import_module(f".{module}", __package__), name)
+
+
+def _choose_device(device: str | torch.device) -> tuple[torch.device, str]:
+    import torch
+
+    if device != "auto":
+        if str(device).startswith("cuda") and not torch.cuda.is_available():
+            raise ModelError("device is cuda, but torch sees no CUDA device: check the driver, or use --device cpu")
+        return torch.device(device), "asked for by name"
+    if torch.cuda.is_available():
+        return torch.device("cuda"), "a CUDA device is there"
+    return torch.device("cpu"), "no CUDA device"
+
+
+def _choose_dtype(dtype: str, device: torch.device) -> tuple[torch.dtype, str]:
+    import torch
+
+    named = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype == "auto":
+        if device.type == "cuda":
+            return torch.bfloat16, "the dtype of the published weights, on CUDA"
+        return torch.float32, "CPUs compute float32 fastest"
+    if dtype not in named:
+        raise ModelError(f"unknown dtype {dtype!r}: use auto, {', '.join(named)}")
+    return named[dtype], "asked for by name"

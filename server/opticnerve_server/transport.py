@@ -1,0 +1,61 @@
+"""The gRPC server of a front-end: its options, and the services that it carries."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
+from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]
+from grpc_reflection.v1alpha import reflection
+
+from opticnerve.v1 import encoder_pb2_grpc as pb_grpc
+
+from . import health
+from .config import Config
+from .interceptors import Border
+from .types import Phase
+
+HealthServicer: TypeAlias = health_aio.HealthServicer
+"""The stock servicer for asyncio, whose Watch stays open."""
+
+MAX_STREAMS_MARGIN = 64
+
+
+def server_options(config: Config) -> list[tuple[str, int]]:
+    """Channel arguments of the server."""
+    return [
+        ("grpc.so_reuseport", 1),  # the front-ends share one port
+        ("grpc.max_receive_message_length", config.max_request_bytes),
+        # Every call has an item or more: what exceeds this would be refused anyway, and waits in its client instead.
+        ("grpc.max_concurrent_streams", config.max_queue_items + MAX_STREAMS_MARGIN),
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # Not "min_recv_ping_interval...", which gRPC ignores: clients may ping every 10 s.
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        # A healthy client asks its name server again only when a connection ends: new servers get traffic within 5 min.
+        ("grpc.max_connection_age_ms", 300_000),
+        ("grpc.max_connection_age_grace_ms", 120_000),
+    ]
+
+
+def build_server(
+    config: Config, service: pb_grpc.EncoderServiceServicer, health_servicer: HealthServicer
+) -> grpc.aio.Server:
+    """A server with the service, health and reflection; not bound, not started."""
+    server = grpc.aio.server(
+        interceptors=[Border()], options=server_options(config), compression=grpc.Compression.NoCompression
+    )
+    pb_grpc.add_EncoderServiceServicer_to_server(service, server)
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    reflection.enable_server_reflection((health.SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME), server)
+    return server
+
+
+async def publish_health(health_servicer: HealthServicer, phase: Phase, started: bool) -> None:
+    """Tell every Check and every open Watch; see `health.statuses`."""
+    for name, status in health.statuses(phase, started).items():
+        await health_servicer.set(name, status)

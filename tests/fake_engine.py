@@ -1,0 +1,137 @@
+"""The engine's end of a front-end's socket, without a tower: grants slots, answers with rows made from the pixels."""
+
+from __future__ import annotations
+
+import os
+import threading
+import zlib
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from opticnerve_server import messages
+from opticnerve_server.messages import Failed, Granted, Refused, Release, Reserve, Rows, Slot, Submit
+from opticnerve_server.slots import Arena, SlotAllocator
+from opticnerve_server.types import Dispatched, Outcome
+
+DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
+POISON = 0xA5
+
+
+def rows_of(pixels: npt.NDArray[np.uint8], tokens: int, width: int, dtype: str) -> npt.NDArray[np.generic]:
+    """Rows [tokens, width] that depend on every pixel and are the same in every process."""
+    random = np.random.default_rng(zlib.crc32(pixels.tobytes()))
+    return random.standard_normal((tokens, width), np.float32).astype(DTYPES[dtype])
+
+
+class FakeEngine:
+    """A thread. Switches may be set at any time; what it held back while one was on is answered by `resume`.
+
+    `check` asserts what a front-end owes: every granted slot released, once, and nothing touched after that.
+    """
+
+    def __init__(self, width: int = 32, size: int = 32 << 20) -> None:
+        self.frontend_end, self._socket = messages.socket_pair()
+        self.arena_fd = Arena.create(size)
+        self.arena = Arena(self.arena_fd, size)
+        self.size = size
+        self.width = width
+        self.hold_grants = False
+        self.hold_rows = False
+        self.refuse: Refused | None = None  # its call number is replaced
+        self.fail: dict[int, Failed] = {}  # by index; the call number is replaced
+        self.held: list[Reserve | Submit] = []
+        self.submitted: list[Submit] = []
+        self.released: list[tuple[int, int]] = []
+        self.slots: dict[tuple[int, int], Slot] = {}
+        self.faults: list[str] = []
+        self._allocator = SlotAllocator(size)
+        self._lock = threading.RLock()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def resume(self) -> None:
+        """Turn the holding switches off and answer what was held."""
+        with self._lock:
+            self.hold_grants = self.hold_rows = False
+            held, self.held = self.held, []
+            for message in held:
+                self._handle(message)
+
+    def die(self) -> None:
+        """What a front-end sees of a killed engine."""
+        self._socket.shutdown(2)
+        self._thread.join(5)
+        self.slots.clear()
+
+    def check(self) -> None:
+        assert not self.faults
+        assert not self.slots, f"never released: {sorted(self.slots)}"
+        assert len(set(self.released)) == len(self.released)
+
+    def close(self) -> None:
+        self.die()
+        self._socket.close()
+        os.close(self.arena_fd)
+
+    def _run(self) -> None:
+        while data := self._socket.recv(messages.MAX_MESSAGE_BYTES):
+            with self._lock:
+                self._handle(messages.decode(data))
+
+    def _handle(self, message: messages.Message) -> None:
+        match message:
+            case Reserve() if self.refuse is not None:
+                refused = self.refuse
+                self._send(
+                    Refused(message.call, refused.resource, refused.requested, refused.limit, refused.retry_after)
+                )
+            case Reserve() if self.hold_grants:
+                self.held.append(message)
+            case Reserve():
+                self._grant(message)
+            case Submit() if self.hold_rows:
+                self.held.append(message)
+            case Submit():
+                self._answer(message)
+            case Release():
+                self._release((message.call, message.index))
+
+    def _grant(self, message: Reserve) -> None:
+        slots = []
+        for index, item in zip(message.indices, message.items, strict=True):
+            start = self._allocator.allocate(item.pixel_bytes + item.row_bytes)
+            assert start is not None, "the test's arena is too small"
+            end = start + item.pixel_bytes + item.row_bytes
+            self.arena.bytes[start:end] = POISON
+            slots.append(Slot(start, start + item.pixel_bytes, end))
+            self.slots[message.call, index] = slots[-1]
+        self._send(Granted(message.call, slots))
+
+    def _answer(self, message: Submit) -> None:
+        slot = self.slots.get((message.call, message.index))
+        if slot is None:
+            return  # released while it was held
+        self.submitted.append(message)
+        if message.index in self.fail:
+            failed = self.fail[message.index]
+            self._send(Failed(message.call, message.index, failed.reason, failed.message, failed.retry_after))
+            return
+        pixels = self.arena.bytes[slot.start : slot.start + message.plan.pixel_bytes]
+        rows = rows_of(pixels, message.plan.tokens, self.width, message.dtype)
+        self.arena.bytes[slot.rows : slot.rows + rows.nbytes] = rows.reshape(-1).view(np.uint8)
+        dispatched = Dispatched("default", Outcome.HIT, 64, 1, message.plan.tokens)
+        self._send(Rows(message.call, message.index, [dispatched], 0.001, 0.002, 0.003))
+
+    def _release(self, key: tuple[int, int]) -> None:
+        self.released.append(key)
+        slot = self.slots.pop(key, None)
+        if slot is None:
+            self.faults.append(f"released what it does not have: {key}")
+            return
+        self.arena.bytes[slot.start : slot.end] = POISON
+        self._allocator.release(slot.start, slot.end - slot.start)
+
+    def _send(self, message: messages.ToFrontend) -> None:
+        self._socket.send(messages.encode(message))

@@ -1,0 +1,74 @@
+"""Runs a tower as the engine does: its buffers poisoned, padded, filled, run, gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from opticnerve_server.models import registry
+from opticnerve_server.models.base import PIXELS
+from opticnerve_server.types import Capacity, Load
+from oracles import Media
+
+PATH = "default"
+
+TOLERANCES = {"float32": {"whole": 1e-5, "row": 1e-4}, "bfloat16": {"whole": 2e-2, "row": 6e-2}}
+"""By the tower's dtype: largest norm ratio of a difference, of all rows together and of a single one."""
+
+
+def load_tower(directory: Path, dtype: str = "float32", device: str = "cpu") -> Any:
+    source = registry.open_model(str(directory), "safetensors")
+    return registry.build_tower(
+        source,
+        registry.build_planner(source),
+        load_format="safetensors",
+        device=device,
+        dtype=dtype,
+        attention_backend="auto",
+    ).tower
+
+
+def exact_capacity(batch: Sequence[Media]) -> Capacity:
+    load = Load.of(media.plan.paths[PATH] for media in batch)
+    return Capacity(load.units, load.items, load.segments, load.longest)
+
+
+def poison(tower: Any, capacity: Capacity) -> dict[str, np.ndarray[Any, Any]]:
+    """Buffers of a capacity as `fill` finds them: pad values, and pixels full of what must not matter."""
+    return {
+        name: np.full(spec.shape, 255 if name == PIXELS else spec.pad, spec.dtype)
+        for name, spec in tower.buffers(PATH, capacity).items()
+    }
+
+
+@torch.inference_mode()
+def run_tower(tower: Any, batch: Sequence[Media], capacity: Capacity | None = None) -> torch.Tensor:
+    """Rows [tokens, width] of a batch, on the CPU; by default in buffers of exactly its size."""
+    capacity = capacity or exact_capacity(batch)
+    plans = [media.plan for media in batch]
+    arrays = poison(tower, capacity)
+    tower.fill(PATH, plans, {name: array for name, array in arrays.items() if name != PIXELS})
+    used = np.concatenate([media.frames.ravel() for media in batch])
+    arrays[PIXELS][: used.size] = used
+    buffers = {name: torch.from_numpy(array).to(tower.device) for name, array in arrays.items()}
+    lines = tower.forward(PATH, buffers, capacity)
+    index = torch.from_numpy(tower.gather_index(plans, {PATH: lines.shape[0]})).to(tower.device)
+    return lines.index_select(0, index).cpu()
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, tower: Any) -> None:
+    """Each level of the rows by itself, within the tolerances of the tower's dtype."""
+    assert found.dtype == tower.dtype
+    assert found.shape == expected.shape
+    assert found.shape[1] == tower.planner.layout.width
+    tolerance = TOLERANCES[str(tower.dtype).removeprefix("torch.")]
+    levels = [rows.double().split(tower.planner.layout.hidden, dim=1) for rows in (found, expected)]
+    for level, reference in zip(*levels, strict=True):
+        difference = level - reference
+        assert difference.isfinite().all()
+        assert float(difference.norm() / reference.norm()) <= tolerance["whole"]
+        assert float((difference.norm(dim=1) / reference.norm(dim=1)).max()) <= tolerance["row"]

@@ -1,0 +1,104 @@
+"""What callers hand in, as items; the digest against its definition in the proto."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import opticnerve
+from opticnerve.media import to_items, to_media_size
+
+RNG = np.random.default_rng(7)
+COLOUR = RNG.integers(0, 256, (5, 3, 3), dtype=np.uint8)
+GREY = RNG.integers(0, 256, (5, 3), dtype=np.uint8)
+
+
+@pytest.mark.parametrize("convert", [str, Path])
+def test_a_path_is_sent_as_the_bytes_of_its_file(tmp_path: Path, convert: Any) -> None:
+    (tmp_path / "photo.jpg").write_bytes(b"jpeg bytes")
+    [item] = to_items([convert(tmp_path / "photo.jpg")])
+    assert item.encoded_image.data == b"jpeg bytes"
+
+
+@pytest.mark.parametrize("convert", [bytes, bytearray, memoryview])
+def test_bytes_are_sent_as_they_are(convert: Any) -> None:
+    [item] = to_items([convert(b"jpeg bytes")])
+    assert item.encoded_image.data == b"jpeg bytes"
+
+
+@pytest.mark.parametrize("source", [COLOUR, COLOUR[:, ::-1][:, ::-1], Image.fromarray(COLOUR)])
+def test_colour_pixels_are_sent_row_by_row(source: Any) -> None:
+    [item] = to_items([source])
+    assert (item.raw_image.height, item.raw_image.width) == (5, 3)
+    expected = [COLOUR[y, x, channel] for y in range(5) for x in range(3) for channel in range(3)]
+    assert list(item.raw_image.data) == expected
+
+
+@pytest.mark.parametrize("source", [GREY, Image.fromarray(GREY)])
+def test_grey_pixels_are_sent_as_three_equal_channels(source: Any) -> None:
+    [item] = to_items([source])
+    assert (item.raw_image.height, item.raw_image.width) == (5, 3)
+    assert list(item.raw_image.data) == [GREY[y, x] for y in range(5) for x in range(3) for _ in range(3)]
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "P", "LA", "CMYK", "I;16", "F", "1"])
+def test_other_pil_modes_are_refused(mode: str) -> None:
+    with pytest.raises(ValueError, match=f"item 1: a PIL image of mode {mode} is ambiguous: convert it to RGB or L"):
+        to_items([b"x", Image.new(mode, (4, 4))])
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        COLOUR.astype(np.float32),
+        COLOUR.astype(np.int64),
+        np.zeros((3, 4, 5), np.uint8),
+        RNG.integers(0, 256, (4, 4, 4), dtype=np.uint8),
+        np.zeros((2, 4, 4, 3), np.uint8),
+        np.zeros(12, np.uint8),
+        np.zeros((0, 4, 3), np.uint8),
+    ],
+    ids=lambda array: f"{array.dtype}{list(array.shape)}",
+)
+def test_other_arrays_are_refused(array: np.ndarray[Any, Any]) -> None:
+    with pytest.raises(ValueError, match=r"item 0: an array of .* is no image: give uint8 \[height, width, 3\]"):
+        to_items([array])
+
+
+def test_other_objects_are_refused() -> None:
+    with pytest.raises(TypeError, match="item 0: int is no image"):
+        to_items([3])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("one", ["photo.jpg", Path("photo.jpg"), b"x", COLOUR, GREY, Image.fromarray(COLOUR)])
+def test_one_image_that_is_not_in_a_list_is_refused(one: Any) -> None:
+    with pytest.raises(TypeError, match="items is one image; put it into a list"):
+        to_items(one)
+
+
+def test_the_digest_of_a_file_is_the_protos(tmp_path: Path) -> None:
+    expected = hashlib.sha256(b"encoded_image" + b"\x00" + b"jpeg bytes").digest()
+    (tmp_path / "photo.jpg").write_bytes(b"jpeg bytes")
+    assert opticnerve.digest(b"jpeg bytes") == expected
+    assert opticnerve.digest(tmp_path / "photo.jpg") == expected
+
+
+def test_the_digest_of_pixels_is_the_protos() -> None:
+    expected = hashlib.sha256(b"raw_image\x00" + b"\x05\x00\x00\x00" + b"\x03\x00\x00\x00" + COLOUR.tobytes()).digest()
+    assert opticnerve.digest(COLOUR) == opticnerve.digest(Image.fromarray(COLOUR)) == expected
+    assert opticnerve.digest(COLOUR.reshape(3, 5, 3)) != expected
+
+
+def test_a_size_or_the_first_bytes_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "photo.jpg").write_bytes(b"0123456789")
+    size = to_media_size((7, 9), 4, 0)
+    assert (size.size.height, size.size.width) == (7, 9)
+    assert to_media_size(tmp_path / "photo.jpg", 4, 0).header == b"0123"
+    assert to_media_size(b"0123456789", 20, 0).header == b"0123456789"
+    with pytest.raises(TypeError, match=r"item 2: list is no size: give \(height, width\)"):
+        to_media_size([7, 9], 4, 2)  # type: ignore[arg-type]

@@ -1,0 +1,303 @@
+"""Batches through batcher, dispatcher and graphs into slots, on the two-path tower that numpy computes too."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from fake_tower import FakeTower, expected
+from opticnerve_server.batcher import Batch, Batcher
+from opticnerve_server.dispatcher import Dispatcher, Finished
+from opticnerve_server.graphs import GraphManager, plan_capacities
+from opticnerve_server.ledger import Item, Ledger
+from opticnerve_server.messages import Granted, ItemRequest, Reserve, Submit
+from opticnerve_server.models.base import ImageItem
+from opticnerve_server.types import Capacity, Outcome, Reason
+
+ARENA_BYTES = 4 << 20
+
+
+class PoisonOnRelease:
+    """The semaphore of a ring half that overwrites the half when it is given back."""
+
+    def __init__(self, half: torch.Tensor, semaphore: threading.Semaphore) -> None:
+        self.half, self.acquire, self._release = half, semaphore.acquire, semaphore.release
+
+    def release(self) -> None:
+        self.half.fill_(float("nan"))
+        self._release()
+
+
+class House:
+    """Everything of an engine but its sockets, with poison on whatever is given back."""
+
+    def __init__(self, tower: FakeTower | None = None, *, use_graphs: bool = True, cap: int = 64, **plan) -> None:
+        self.tower = tower or FakeTower()
+        self.capacities = plan.pop("capacities", None) or plan_capacities(
+            self.tower.planner.paths, explicit={}, cap=cap, max_items=8, launches_by_segments=False, **plan
+        )
+        self.graphs = GraphManager(self.tower, self.capacities)
+        with torch.inference_mode():
+            if use_graphs:
+                self.graphs.capture(lambda *_: None, on_failure="fail")
+        self.slots = torch.full((ARENA_BYTES,), 255, dtype=torch.uint8)
+        self.ledger = Ledger(max_items=200, max_tokens=100_000, max_bytes=ARENA_BYTES)
+        self.batcher = Batcher(self.ledger, self.capacities)
+        self.dispatcher = Dispatcher(
+            self.tower,
+            self.graphs,
+            self.slots,
+            capacities=self.capacities,
+            use_graphs=use_graphs,
+            on_computed=self._computed,
+            on_finished=self._finished,
+        )
+        ring, free = self.dispatcher._ring, self.dispatcher._ring_free
+        free[:] = [PoisonOnRelease(half, semaphore) for half, semaphore in zip(ring._halves, free, strict=True)]
+        self.computed = 0
+        self.finished: list[Finished] = []
+        self.rows: dict[int, np.ndarray] = {}
+        self.media: dict[int, np.ndarray] = {}
+        self.calls = 0
+        self.tower.forwards.clear()
+
+    def submit(self, height: int, width: int, *, dtype: str = "float32", deadline: float = 1e12) -> Item:
+        rng = np.random.default_rng(self.calls)
+        media = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        plan = self.tower.planner.plan(ImageItem(height, width))
+        request = ItemRequest(plan.tokens, 0, plan.pixel_bytes, plan.tokens * 2 * 4)
+        granted = self.ledger.reserve(0, Reserve(self.calls, [0], [request]))
+        assert isinstance(granted, Granted)
+        slot = granted.slots[0]
+        self.tower.planner.fill_pixels(media, plan, self.slots[slot.start : slot.rows].numpy())
+        item = self.ledger.submit(0, Submit(self.calls, 0, plan, dtype, deadline))
+        assert item is not None
+        self.media[self.calls] = media
+        self.calls += 1
+        self.batcher.put(item)
+        return item
+
+    def take(self) -> Batch:
+        batch = self.batcher.take(self.dispatcher.land, lambda: None)
+        assert batch is not None
+        return batch
+
+    def run_all(self) -> None:
+        """Run what is queued, with a finisher beside, as the engine does."""
+        finisher = threading.Thread(target=self.dispatcher.finish_forever)
+        finisher.start()
+        self.batcher.stop()
+        while (batch := self.batcher.take(self.dispatcher.land, lambda: None)) is not None:
+            if batch.items:
+                self.dispatcher.run(batch)
+            else:
+                self.batcher.device_free()
+        self.dispatcher.stop()
+        finisher.join(10)
+        assert not finisher.is_alive()
+
+    def _computed(self) -> None:
+        """Poison what a computed batch gives back, before the next one may start."""
+        with torch.inference_mode():
+            self.dispatcher._landings[self.computed % 2].block.fill_(255)
+            self.graphs.arena.fill_(255)
+            for output in self.graphs._outputs.values():
+                output.fill_(float("nan"))
+        self.computed += 1
+        self.batcher.device_free()
+
+    def _finished(self, finished: Finished) -> None:
+        self.finished.append(finished)
+        for result in finished.results:
+            item = result.item
+            if result.failure is None and self.ledger.from_device(item):
+                raw = self.slots[item.slot.rows : item.slot.end].numpy()
+                dtype = {"float32": np.float32, "float16": np.float16}[item.dtype]
+                count = item.placed.tokens * 2
+                self.rows[item.call] = raw[: count * dtype().itemsize].copy().view(dtype).reshape(-1, 2)
+            self.slots[item.slot.start : item.slot.end] = 255
+
+    def check(self, call: int) -> None:
+        plan = self.tower.planner.plan(ImageItem(*self.media[call].shape[:2]))
+        np.testing.assert_allclose(self.rows[call], expected(self.media[call], plan), rtol=1e-6)
+
+
+def outcomes(finished: Finished) -> dict[str, Outcome]:
+    return {run.dispatched.path: run.dispatched.outcome for run in finished.runs}
+
+
+def test_rows_equal_numpy_in_any_mix() -> None:
+    house = House()
+    for height, width in [(4, 4), (8, 16), (16, 8), (12, 12), (4, 64), (32, 32), (8, 8), (4, 4), (20, 24)]:
+        house.submit(height, width)
+    house.run_all()
+    for call in range(house.calls):
+        house.check(call)
+
+
+def test_a_batch_is_as_full_as_its_largest_graph() -> None:
+    house = House()
+    for _ in range(10):
+        house.submit(8, 8)  # 4 units, 10 items: at most 8 in a batch
+    house.run_all()
+    assert [len(finished.results) for finished in house.finished] == [8, 2]
+    assert [run.dispatched.budget for finished in house.finished for run in finished.runs] == [32, 8]
+
+
+def test_a_path_without_work_is_skipped() -> None:
+    house = House()
+    house.submit(16, 8)
+    house.run_all()
+    assert outcomes(house.finished[0]) == {"main": Outcome.HIT}
+    assert {path for path, _ in house.tower.forwards} == {"main"}
+
+
+def test_one_path_hits_while_the_other_goes_eager() -> None:
+    house = House(capacities={"main": [Capacity(64, 8, 64, 128)], "side": [Capacity(1, 1, 1, 1)]})
+    house.submit(8, 16)
+    house.run_all()
+    assert outcomes(house.finished[0]) == {"main": Outcome.HIT, "side": Outcome.MISS}
+    house.check(0)
+
+
+def test_an_item_over_the_largest_graph_runs_alone_and_eagerly() -> None:
+    house = House()
+    house.submit(8, 8)
+    house.submit(40, 32)
+    house.submit(8, 8)
+    house.run_all()
+    assert [len(finished.results) for finished in house.finished] == [1, 1, 1]
+    big = house.finished[1].runs[0]
+    assert (big.dispatched.outcome, big.reason, big.dispatched.budget) == (Outcome.MISS, Reason.TOO_MANY_TOKENS, 0)
+    assert [path for path, _ in house.tower.forwards].count("main") == 3
+    for call in range(3):
+        house.check(call)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "reason"),
+    [
+        (Capacity(64, 8, 2, 128), Reason.TOO_MANY_SEGMENTS),
+        (Capacity(64, 8, 64, 4), Reason.SEGMENT_TOO_LONG),
+        (Capacity(64, 1, 64, 128), Reason.TOO_MANY_ITEMS),
+    ],
+)
+def test_a_batch_beyond_every_graph_is_exactly_one_eager_forward(capacity: Capacity, reason: Reason) -> None:
+    house = House(FakeTower(bands=3), capacities={"main": [capacity], "side": [Capacity(2, 8, 8, 1)]})
+    items = [house.submit(16, 8), house.submit(16, 8)]
+    batch = Batch([item for item in items if house.ledger.to_device(item)])
+    for item in batch.items:
+        item.pixels_at = house.dispatcher.land(item)
+    house.dispatcher.run(batch)
+    house.dispatcher.stop()
+    house.dispatcher.finish_forever()
+    (run,) = house.finished[0].runs
+    assert (run.dispatched.outcome, run.reason) == (Outcome.MISS, reason)
+    assert len(house.tower.forwards) == 1
+    house.check(0)
+    house.check(1)
+
+
+def test_without_graphs_every_dispatch_is_a_miss() -> None:
+    house = House(use_graphs=False)
+    house.submit(8, 16)
+    house.run_all()
+    assert {run.reason for run in house.finished[0].runs} == {Reason.DISABLED}
+    house.check(0)
+
+
+def test_expired_and_released_items_are_dropped_when_the_batch_is_taken() -> None:
+    house = House()
+    house.submit(8, 8)
+    house.submit(12, 12, deadline=time.monotonic() + 0.05)
+    gone = house.submit(8, 12)
+    house.submit(8, 16)
+    with house.batcher._changed:
+        joined = house.batcher._join()
+    for item in joined:
+        item.pixels_at = house.dispatcher.land(item)
+    assert len(joined) == 4
+    house.ledger.release(0, gone.call, 0)
+    time.sleep(0.06)
+    batch = house.take()
+    assert [item.call for item in batch.items] == [0, 3]
+    assert sorted(item.call for item in batch.expired) == [1, 2]
+    house.dispatcher.run(batch)
+    house.dispatcher.stop()
+    house.dispatcher.finish_forever()
+    house.check(0)
+    house.check(3)
+
+
+def test_earlier_calls_go_first_whenever_their_pixels_are_ready() -> None:
+    house = House()
+    requests = []
+    plan = house.tower.planner.plan(ImageItem(32, 32))
+    for call in (0, 1):
+        message = Reserve(call, [0], [ItemRequest(plan.tokens, 0, plan.pixel_bytes, plan.tokens * 8)])
+        requests.append(house.ledger.reserve(0, message))
+    for call in (1, 0):
+        item = house.ledger.submit(0, Submit(call, 0, plan, "float32", 1e12))
+        assert item is not None
+        house.batcher.put(item)
+    assert [item.call for item in house.take().items] == [0]
+
+
+def test_float16_rows_that_overflow_fail_alone() -> None:
+    house = House()
+    bright = house.submit(4, 4, dtype="float16")
+    house.slots[bright.slot.start : bright.slot.rows] = 1  # 48 bytes of 1: small sums
+    house.media[0] = np.ones((4, 4, 3), np.uint8)
+    house.submit(128, 4, dtype="float16")  # wide sums stay below 65504 on main: no failure expected there
+    house.submit(4, 512, dtype="float16")  # the side path sums all bytes: far over the range
+    house.submit(4, 512)
+    house.run_all()
+    failures = {result.item.call: result.failure for finished in house.finished for result in finished.results}
+    assert failures[0] is None
+    assert failures[1] is None
+    assert failures[3] is None
+    assert failures[2] is not None
+    assert failures[2][0] == "NON_FINITE_OUTPUT"
+    assert "float16" in failures[2][1]
+
+
+class SickTower(FakeTower):
+    """Returns NaN for the item whose pixels are all 7."""
+
+    def forward(self, path, buffers, capacity):
+        lines = super().forward(path, buffers, capacity)
+        if path == "main":
+            sick = (buffers["pixels"].view(capacity.units, -1) == 7).all(1)
+            lines[sick] = float("nan")
+        return lines
+
+
+def test_nan_rows_fail_their_item_and_no_later_one() -> None:
+    house = House(SickTower())
+    for _ in range(3):
+        sick = house.submit(16, 16)
+        house.slots[sick.slot.start : sick.slot.rows] = 7
+        house.submit(8, 8)
+        house.submit(12, 8)
+    house.run_all()
+    failed = {result.item.call for finished in house.finished for result in finished.results if result.failure}
+    assert failed == {0, 3, 6}
+    for call in {1, 2, 4, 5, 7, 8}:
+        house.check(call)
+
+
+def test_a_failed_launch_leaves_the_next_batch_unharmed() -> None:
+    house = House(use_graphs=False)
+    house.submit(8, 8)
+    forward, house.tower.forward = house.tower.forward, None  # type: ignore[assignment]
+    with pytest.raises(TypeError):
+        house.dispatcher.run(house.take())
+    house.tower.forward = forward  # type: ignore[method-assign]
+    house.batcher.device_free()
+    house.submit(12, 12)
+    house.run_all()
+    house.check(1)

@@ -1,0 +1,187 @@
+"""Budgets and capacities, the choice of a graph, capture and self-test on the recorder of a machine without CUDA."""
+
+import itertools
+
+import pytest
+import torch
+
+from fake_tower import FakeTower
+from opticnerve_server.graphs import (
+    Graph,
+    GraphManager,
+    GraphsFailed,
+    budget_levels,
+    eager_capacity,
+    fits,
+    plan_capacities,
+    unit_levels,
+)
+from opticnerve_server.models.base import PathSpec
+from opticnerve_server.selftest import sample_parts, self_test
+from opticnerve_server.types import Capacity, Load, Reason
+
+LEVELS = [
+    *(64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024),
+    *(1152, 1280, 1408, 1536, 1664, 1792, 1920, 2048, 2176, 2304, 2432, 2560),
+    *(2816, 3072, 3456, 3840, 4224, 4608, 5120),
+]
+
+
+def manager(tower: FakeTower, **options: object) -> GraphManager:
+    settings: dict[str, object] = {"explicit": {}, "cap": 64, "max_items": None, "launches_by_segments": False}
+    graphs = GraphManager(tower, plan_capacities(tower.planner.paths, **{**settings, **options}))
+    with torch.inference_mode():
+        graphs.capture(lambda *_: None, on_failure="fail")
+    return graphs
+
+
+def test_automatic_budgets_are_the_36_levels() -> None:
+    assert budget_levels(64, 16384, 5120) == LEVELS
+    assert len(LEVELS) == 36
+
+
+@pytest.mark.parametrize("cap", [64, 65, 1000, 5000, 16384])
+def test_the_largest_budget_is_always_the_cap(cap: int) -> None:
+    levels = budget_levels(64, 16384, cap)
+    assert levels[-1] == cap
+    assert levels == sorted(set(levels))
+
+
+def test_no_cap_goes_to_the_largest_item() -> None:
+    assert budget_levels(64, 16384, None)[-1] == 16384
+
+
+def test_padding_between_levels_stays_below_a_fifth() -> None:
+    levels = budget_levels(64, 16384, None)
+    assert max((high - low) / high for low, high in itertools.pairwise(levels)) <= 0.2
+
+
+def test_fixed_units_are_exact_up_to_16() -> None:
+    assert unit_levels(100, None)[:17] == [*range(1, 17), 20]
+    assert unit_levels(100, 5) == [1, 2, 3, 4, 5]
+
+
+def test_explicit_budgets_replace_automatic_ones_by_path() -> None:
+    paths = {"a": PathSpec(64, 4096, 4), "b": PathSpec(64, 4096, 4)}
+    options = {"cap": 128, "max_items": None, "launches_by_segments": False}
+    planned = plan_capacities(paths, explicit={"a": (512, 1024)}, **options)
+    assert [capacity.units for capacity in planned["a"]] == [512, 1024]
+    assert [capacity.units for capacity in planned["b"]] == [64, 80, 96, 112, 128]
+    every = plan_capacities(paths, explicit={"": (256,)}, **options)
+    assert [capacity.units for capacity in every["b"]] == [256]
+    with pytest.raises(ValueError, match="path c; this model has a, b"):
+        plan_capacities(paths, explicit={"c": (64,)}, **options)
+
+
+def test_items_default_to_largest_by_smallest_and_never_exceed_units() -> None:
+    planned = plan_capacities(
+        {"a": PathSpec(64, 16384, 4)}, explicit={}, cap=5120, max_items=None, launches_by_segments=False
+    )["a"]
+    assert planned[-1].items == 80
+    assert planned[0].items == 64
+
+
+def test_two_classes_where_the_launch_costs_segments() -> None:
+    planned = plan_capacities(
+        {"a": PathSpec(64, 16384, 4)}, explicit={}, cap=5120, max_items=None, launches_by_segments=True
+    )["a"]
+    few, many = (capacity for capacity in planned if capacity.units == 5120)
+    assert few == Capacity(5120, 8, 8, 20480)
+    assert many == Capacity(5120, 80, 80, 2560)
+
+
+def test_fits_takes_the_smallest_and_says_why_not() -> None:
+    few, many = Capacity(100, 2, 2, 400), Capacity(100, 10, 10, 50)
+    capacities = [Capacity(50, 2, 2, 200), few, many]
+    assert fits(capacities, Load(40, 1, 1, 160)) == capacities[0]
+    assert fits(capacities, Load(60, 1, 1, 240)) == few
+    assert fits(capacities, Load(60, 5, 5, 50)) == many
+    assert fits(capacities, Load(101, 1, 1, 10)) is Reason.TOO_MANY_TOKENS
+    assert fits(capacities, Load(60, 11, 11, 10)) is Reason.TOO_MANY_ITEMS
+    assert fits(capacities, Load(60, 1, 11, 10)) is Reason.TOO_MANY_SEGMENTS
+    assert fits(capacities, Load(60, 5, 5, 51)) is Reason.TOO_MANY_SEGMENTS
+    assert fits(capacities, Load(60, 1, 1, 401)) is Reason.SEGMENT_TOO_LONG
+    assert fits([], Load(1, 1, 1, 1)) is Reason.NOT_CAPTURED
+
+
+def test_an_eager_forward_is_rounded_up_to_128_rows() -> None:
+    assert eager_capacity(PathSpec(64, 4096, 4), Load(33, 2, 3, 77)) == Capacity(64, 2, 3, 77)
+    assert eager_capacity(PathSpec(1, 16, 1025, fixed_units=True), Load(3, 1, 3, 1025)).units == 3
+
+
+def test_capture_goes_down_from_the_largest_and_the_choice_goes_up() -> None:
+    tower = FakeTower()
+    graphs = manager(tower)
+    sizes = [capacity.units for path, capacity in tower.forwards if path == "main"]
+    assert sizes == sorted(sizes, reverse=True)
+    assert graphs.paths["side"].budgets == [*range(1, 17)]
+    graph = graphs.choose("main", Load(17, 1, 1, 34))
+    assert isinstance(graph, Graph)
+    assert graph.capacity.units == 20
+
+
+def test_the_self_test_tries_every_graph() -> None:
+    graphs = manager(FakeTower(bands=3))
+    tried: list[tuple[str, int]] = []
+    self_test(graphs, lambda path, capacity: tried.append((path, capacity.units)))
+    assert [units for path, units in tried if path == "main"] == graphs.paths["main"].budgets
+    assert ("side", 16) in tried
+
+
+def test_samples_fill_a_capacity() -> None:
+    planner = FakeTower().planner
+    parts = sample_parts(planner, "main", Capacity(256, 4, 4, 512))
+    assert sum(part.paths["main"].units for part in parts) > 128
+
+
+class LeakyTower(FakeTower):
+    """Its mean takes in rows behind the last segment."""
+
+    def forward(self, path, buffers, capacity):
+        lines = super().forward(path, buffers, capacity)
+        return lines + buffers["pixels"].float().mean() if path == "main" else lines
+
+
+class ForgetfulTower(FakeTower):
+    """Its result depends on what ran before."""
+
+    calls = 0
+
+    def forward(self, path, buffers, capacity):
+        self.calls += 1
+        return super().forward(path, buffers, capacity) + self.calls
+
+
+class NanTower(FakeTower):
+    def forward(self, path, buffers, capacity):
+        return super().forward(path, buffers, capacity) * float("nan")
+
+
+@pytest.mark.parametrize(
+    ("tower", "text"),
+    [(LeakyTower(), "differs from the eager"), (ForgetfulTower(), "not bit-equal"), (NanTower(), "NaN or infinity")],
+)
+def test_the_self_test_refuses_a_wrong_tower(tower: FakeTower, text: str) -> None:
+    graphs = manager(tower, cap=256)
+    with pytest.raises(GraphsFailed, match=text):
+        self_test(graphs, lambda path, capacity: None)
+
+
+class FailingTower(FakeTower):
+    def forward(self, path, buffers, capacity):
+        if capacity.units == 16:
+            raise RuntimeError("no kernel for 16")
+        return super().forward(path, buffers, capacity)
+
+
+def test_a_failed_capture_stops_or_leaves_a_gap() -> None:
+    tower = FailingTower()
+    planned = plan_capacities(tower.planner.paths, explicit={}, cap=20, max_items=None, launches_by_segments=False)
+    with pytest.raises(GraphsFailed, match=r"path main at 16 units .* --on-capture-failure eager"):
+        GraphManager(tower, planned).capture(lambda *_: None, on_failure="fail")
+    graphs = GraphManager(tower, planned)
+    graphs.capture(lambda *_: None, on_failure="eager")
+    assert 16 not in graphs.paths["main"].budgets
+    graph = graphs.choose("main", Load(16, 1, 1, 32))
+    assert isinstance(graph, Graph)
+    assert graph.capacity.units == 20

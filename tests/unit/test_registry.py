@@ -1,0 +1,202 @@
+"""From `--model` to planner and tower: presets, configuration files old and new, and every refusal."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from opticnerve_server.models import registry
+from opticnerve_server.models.base import ImageItem
+from opticnerve_server.models.checkpoint import write_checkpoint
+from opticnerve_server.models.config import read_grid_config
+from opticnerve_server.models.presets import PRESETS, PROCESSORS
+from opticnerve_server.models.qwen2_5_vl import Qwen25VLConfig
+from opticnerve_server.models.qwen3_vl import Qwen3VLConfig
+from opticnerve_server.models.registry import ModelError
+from opticnerve_server.types import Layout
+
+# name: (depth, hidden, intermediate, output, levels), from the published config.json files.
+PUBLISHED = {
+    "qwen3-vl-2b": (24, 1024, 4096, 2048, 3),
+    "qwen3-vl-4b": (24, 1024, 4096, 2560, 3),
+    "qwen3-vl-8b": (27, 1152, 4304, 4096, 3),
+    "qwen3-vl-32b": (27, 1152, 4304, 5120, 3),
+    "qwen3-vl-30b-a3b": (27, 1152, 4304, 2048, 3),
+    "qwen2.5-vl-3b": (32, 1280, 3420, 2048, 0),
+    "qwen2.5-vl-7b": (32, 1280, 3420, 3584, 0),
+    "qwen2.5-vl-32b": (32, 1280, 3456, 5120, 0),
+}
+
+
+def edit(directory: Path, file: str, **changes: Any) -> None:
+    """Change keys of a JSON file; None removes one."""
+    content = {**json.loads((directory / file).read_text()), **changes}
+    (directory / file).write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    write_checkpoint("qwen3_vl", tmp_path / "tiny-model")
+    return tmp_path / "tiny-model"
+
+
+def test_importing_the_registry_loads_no_torch() -> None:
+    code = "import sys, opticnerve_server.models.registry; sys.exit('torch' in sys.modules or 'grpc' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_preset_is_the_published_configuration() -> None:
+    assert PRESETS.keys() == PUBLISHED.keys()
+    for name, (depth, hidden, intermediate, output, levels) in PUBLISHED.items():
+        source = registry.open_model(f"preset:{name}", "dummy")
+        config = registry.tower_class(source.architecture).read_config(source.config)
+        assert (config.depth, config.hidden_size, config.intermediate_size) == (depth, hidden, intermediate)
+        planner = registry.build_planner(source)
+        assert planner.layout == Layout(output, levels)
+        assert planner.architecture == source.architecture
+        assert planner.paths["default"].max_units == 16384
+        assert planner.plan(ImageItem(336, 336)).tokens == (144 if "2.5" in name else 100)
+        assert planner.plan(ImageItem(32, 32)).tokens == (4 if "2.5" in name else 64)
+
+
+@pytest.mark.parametrize(
+    ("model", "load_format", "match"),
+    [
+        ("preset:qwen9", "dummy", r"unknown preset 'qwen9'.*qwen3-vl-2b"),
+        ("preset:qwen3-vl-2b", "safetensors", "has no weights: use --load-format dummy"),
+        ("/nowhere", "safetensors", r"/nowhere: no config\.json.*preset:NAME"),
+    ],
+)
+def test_models_that_cannot_be_opened(model: str, load_format: str, match: str) -> None:
+    with pytest.raises(ModelError, match=match):
+        registry.open_model(model, load_format)
+
+
+@pytest.mark.parametrize("architecture", registry.ARCHITECTURES)
+def test_a_written_checkpoint_loads_and_repeats(architecture: str, tmp_path: Path) -> None:
+    digests = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        write_checkpoint(architecture, tmp_path / name, seed)
+        source = registry.open_model(str(tmp_path / name), "safetensors")
+        assert (source.name, source.architecture) == (name, architecture)
+        loaded = registry.build_tower(
+            source,
+            registry.build_planner(source),
+            load_format="safetensors",
+            device="cpu",
+            dtype="auto",
+            attention_backend="auto",
+        )
+        digests.append(loaded.weights_digest)
+        assert loaded.tower.dtype == torch.float32
+        assert loaded.attention_backend == "sdpa"
+        assert loaded.reasons.keys() == {"device", "dtype", "attention_backend"}
+        assert all(loaded.reasons.values())
+        with safe_open(tmp_path / name / "model.safetensors", framework="pt") as file:
+            assert any("visual." not in stored for stored in file.keys())  # noqa: SIM118
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_an_unknown_architecture_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"unknown architecture 'llava'.*qwen3_vl"):
+        write_checkpoint("llava", tmp_path)
+
+
+def test_the_architecture_is_that_of_the_class_or_of_the_model_type(checkpoint: Path) -> None:
+    edit(checkpoint, "config.json", model_type="something")
+    assert registry.open_model(str(checkpoint), "safetensors").architecture == "qwen3_vl"
+    edit(checkpoint, "config.json", architectures=None, model_type="qwen3_vl_moe")
+    assert registry.open_model(str(checkpoint), "safetensors").architecture == "qwen3_vl_moe"
+    edit(checkpoint, "config.json", architectures=["LlavaForConditionalGeneration"])
+    with pytest.raises(ModelError, match=r"unsupported architecture \['Llava.*Qwen2_5_VLForConditionalGeneration"):
+        registry.open_model(str(checkpoint), "safetensors")
+
+
+def test_processor_files_old_and_new(checkpoint: Path) -> None:
+    older = checkpoint / "preprocessor_config.json"
+    settings = json.loads(older.read_text())
+    assert registry.open_model(str(checkpoint), "safetensors").processor == settings
+    nested = {**settings, "size": {"shortest_edge": 4096, "longest_edge": 8192}}
+    (checkpoint / "processor_config.json").write_text(json.dumps({"image_processor": nested}))
+    assert registry.open_model(str(checkpoint), "safetensors").processor == nested
+    (checkpoint / "processor_config.json").write_text(json.dumps({"processor_class": "Qwen3VLProcessor"}))
+    assert registry.open_model(str(checkpoint), "safetensors").processor == settings
+    older.unlink()
+    with pytest.raises(ModelError, match="save the model's image processor there"):
+        registry.open_model(str(checkpoint), "safetensors")
+    assert registry.open_model(str(checkpoint), "dummy").processor == PROCESSORS["qwen3_vl"]
+
+
+@pytest.mark.parametrize(("file", "content"), [("config.json", "{"), ("config.json", "[]"), ("config.json", "\x00")])
+def test_unreadable_json_is_refused_by_name(checkpoint: Path, file: str, content: str) -> None:
+    (checkpoint / file).write_text(content)
+    with pytest.raises(ModelError, match=r"config\.json: .*JSON"):
+        registry.open_model(str(checkpoint), "safetensors")
+
+
+def test_a_processor_that_does_not_fit_the_tower_is_refused(checkpoint: Path) -> None:
+    edit(checkpoint, "preprocessor_config.json", patch_size=14)
+    with pytest.raises(ModelError, match=r"image processor of tiny-model: patch_size is 14, must be 16"):
+        registry.build_planner(registry.open_model(str(checkpoint), "safetensors"))
+
+
+def test_class_defaults_and_old_keys() -> None:
+    old = {"hidden_size": 1280, "in_chans": 3, "spatial_patch_size": 14, "model_type": "qwen2_5_vl", "depth": None}
+    assert read_grid_config(Qwen25VLConfig, {"vision_config": old}) == Qwen25VLConfig(hidden_size=1280)
+    default = read_grid_config(Qwen3VLConfig, {"vision_config": {}})
+    assert (default.depth, default.head_dim, default.deepstack_visual_indexes) == (27, 72, (8, 16, 24))
+    rope = {"rope_parameters": {"rope_type": "axial", "rope_theta": 500}}
+    assert read_grid_config(Qwen3VLConfig, {"vision_config": rope}).rope_theta == 500.0
+
+
+@pytest.mark.parametrize(
+    ("vision", "match"),
+    [
+        ({"depth": "27"}, r"vision_config\.depth is '27', must be int"),
+        ({"depth": True}, r"vision_config\.depth is True, must be int"),
+        ({"depth": 0}, r"vision_config\.depth is 0, must be at least 1"),
+        ({"in_chans": 1}, r"in_channels is 1, only RGB"),
+        ({"num_heads": 7}, r"hidden_size 1152 over num_heads 7"),
+        ({"hidden_act": "relu"}, r"hidden_act is 'relu', this family's is 'gelu_pytorch_tanh'"),
+        ({"num_position_embeddings": 2300}, r"2300, must be a square"),
+        ({"deepstack_visual_indexes": [8, 27]}, r"\[8, 27\], must be different layers below depth 27"),
+        ({"deepstack_visual_indexes": [8, 8]}, r"\[8, 8\], must be different layers"),
+        ({"deepstack_visual_indexes": "8"}, r"deepstack_visual_indexes is '8'"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, r"rope_type is 'yarn'"),
+    ],
+)
+def test_configurations_that_no_tower_has(vision: dict[str, Any], match: str) -> None:
+    with pytest.raises(ModelError, match=match):
+        read_grid_config(Qwen3VLConfig, {"vision_config": vision})
+
+
+def test_a_configuration_without_a_vision_part_is_refused() -> None:
+    with pytest.raises(ModelError, match="no vision_config"):
+        read_grid_config(Qwen3VLConfig, {"hidden_size": 4096})
+
+
+def test_a_window_smaller_than_a_token_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"window_size 20 is below a token"):
+        read_grid_config(Qwen25VLConfig, {"vision_config": {"window_size": 20}})
+
+
+def test_an_unknown_dtype_or_load_format_is_refused(checkpoint: Path) -> None:
+    source = registry.open_model(str(checkpoint), "safetensors")
+    planner = registry.build_planner(source)
+    for change, match in (({"dtype": "int8"}, "unknown dtype 'int8'"), ({"load_format": "pt"}, "unknown load format")):
+        choices = {
+            "load_format": "safetensors",
+            "device": "cpu",
+            "dtype": "auto",
+            "attention_backend": "auto",
+            **change,
+        }
+        with pytest.raises(ModelError, match=match):
+            registry.build_tower(source, planner, **choices)
