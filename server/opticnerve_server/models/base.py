@@ -14,7 +14,7 @@ How the hard cases fit, checked on paper before this was written:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -61,6 +61,27 @@ class ImageItem:
     width: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How a caller wants frames chosen; None keeps the model's own value. `fps` and `num_frames` exclude each other."""
+
+    fps: float | None = None
+    num_frames: int | None = None
+    min_frames: int | None = None
+    max_frames: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VideoItem:
+    """A video as decoded: number and rate of its frames, and their size before any resize."""
+
+    frames: int
+    fps: float
+    height: int
+    width: int
+    sampling: Sampling = Sampling()
+
+
 class PlanError(ValueError):
     """The model's processor has no answer for this size. The text names the size, the limit and the remedy."""
 
@@ -75,12 +96,18 @@ class Planner(Protocol):
     layout: Layout
     paths: dict[str, PathSpec]
 
-    def plan(self, item: ImageItem) -> ItemPlan:
+    def plan(self, item: ImageItem | VideoItem) -> ItemPlan:
         """Pure arithmetic: the same result as the official processor's for every size. Raises PlanError."""
         ...
 
-    def fill_pixels(self, media: npt.NDArray[np.uint8], plan: ItemPlan, out: npt.NDArray[np.uint8]) -> None:
-        """Resize decoded RGB `media` [height, width, 3] as the official processor does, into `out` [pixel_bytes]."""
+    def fill_pixels(
+        self, media: npt.NDArray[np.uint8] | Iterable[npt.NDArray[np.uint8]], plan: ItemPlan, out: npt.NDArray[np.uint8]
+    ) -> None:
+        """Resize decoded RGB media as the official processor does, into `out` [pixel_bytes].
+
+        `media` of a still is one array [height, width, 3]; of a video the frames that `plan.frame_indices` names, in
+        that order, taken one by one so that they need not exist at once.
+        """
         ...
 
 
