@@ -41,6 +41,8 @@ class FakeEngine:
         self.hold_rows = False
         self.refuse: Refused | None = None  # its call number is replaced
         self.fail: dict[int, Failed] = {}  # by index; the call number is replaced
+        self.part_rows = 1 << 30  # rows after which an item's next part begins
+        self.fail_after_parts = False  # only the last part of an item in `fail` fails
         self.held: list[Reserve | Submit] = []
         self.submitted: list[Submit] = []
         self.released: list[tuple[int, int]] = []
@@ -114,15 +116,22 @@ class FakeEngine:
         if slot is None:
             return  # released while it was held
         self.submitted.append(message)
-        if message.index in self.fail:
-            failed = self.fail[message.index]
-            self._send(Failed(message.call, message.index, failed.reason, failed.message, failed.retry_after))
-            return
+        failed = self.fail.get(message.index)
+        if failed is not None:
+            failed = Failed(message.call, message.index, failed.reason, failed.message, failed.retry_after)
+            if not self.fail_after_parts:
+                self._send(failed)
+                return
         pixels = self.arena.bytes[slot.start : slot.start + message.plan.pixel_bytes]
         rows = rows_of(pixels, message.plan.tokens, self.width, message.dtype)
         self.arena.bytes[slot.rows : slot.rows + rows.nbytes] = rows.reshape(-1).view(np.uint8)
-        dispatched = Dispatched("default", Outcome.HIT, 64, 1, message.plan.tokens)
-        self._send(Rows(message.call, message.index, [dispatched], 0.001, 0.002, 0.003))
+        for start in range(0, message.plan.tokens, self.part_rows):
+            count = min(self.part_rows, message.plan.tokens - start)
+            if failed is not None and start + count == message.plan.tokens:
+                self._send(failed)
+                return
+            dispatched = Dispatched("default", Outcome.HIT, 64, count, 1, count)
+            self._send(Rows(message.call, message.index, start, count, [dispatched], 0.001, 0.002, 0.003))
 
     def _release(self, key: tuple[int, int]) -> None:
         self.released.append(key)

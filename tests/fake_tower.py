@@ -8,7 +8,7 @@ of all bytes of the item, 1]. `expected` says the same with numpy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,9 @@ class FakePlanner:
             },
             spans=(Span("image", units + side + 1),),
         )
+
+    def split(self, plan: ItemPlan, holds: Callable[[ItemPlan], bool]) -> list[ItemPlan]:
+        return [plan]
 
     def fill_pixels(self, media: npt.NDArray[np.uint8], plan: ItemPlan, out: npt.NDArray[np.uint8]) -> None:
         main = plan.paths["main"].pixel_bytes

@@ -16,64 +16,41 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
-from transformers import (
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2VLImageProcessorPil,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLMoeConfig,
-    Qwen3VLMoeForConditionalGeneration,
-)
 
 from opticnerve_server.models.presets import PROCESSORS
 from opticnerve_server.types import ItemPlan, PathPlan
+from tiny_models import TINY
 
 transformers.utils.logging.disable_progress_bar()
-
-TEXT = {
-    "vocab_size": 128,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 2, 2]},
-}
-VISION = {"depth": 4, "hidden_size": 64, "intermediate_size": 100, "num_heads": 4, "out_hidden_size": 48}
-TOKENS = {"image_token_id": 120, "video_token_id": 121, "vision_start_token_id": 122, "vision_end_token_id": 123}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 def save_model(architecture: str, directory: Path, *, seed: int = 0, shard: str = "1GB", **vision: Any) -> None:
     """Save a random model with its image processor; `vision` overrides the tower's small configuration."""
-    if architecture == "qwen2_5_vl":
-        tower = {**VISION, "intermediate_size": 84, "fullatt_block_indexes": [1, 3], **vision}
-        config: Any = Qwen2_5_VLConfig(text_config=TEXT, vision_config=tower, **TOKENS)
-        model: Any = Qwen2_5_VLForConditionalGeneration(config)
-    else:
-        tower = {**VISION, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 2, 3], **vision}
-        moe = architecture == "qwen3_vl_moe"
-        text = {**TEXT, "head_dim": 12, **(EXPERTS if moe else {})}
-        config = (Qwen3VLMoeConfig if moe else Qwen3VLConfig)(text_config=text, vision_config=tower, **TOKENS)
-        model = (Qwen3VLMoeForConditionalGeneration if moe else Qwen3VLForConditionalGeneration)(config)
+    model = TINY[architecture].build(vision)
     randomise(model, seed)
     model.save_pretrained(directory, max_shard_size=shard)
     settings = {key: value for key, value in PROCESSORS[architecture].items() if key != "image_processor_type"}
-    Qwen2VLImageProcessorPil(**settings).save_pretrained(directory)
+    TINY[architecture].processor(**settings).save_pretrained(directory)
 
 
 def randomise(model: torch.nn.Module, seed: int) -> None:
-    """Norm weights around 1, biases around 0, linear layers that keep the size of their input."""
+    """Norm weights around 1, biases around 0, linear layers that keep the size of their input, tables of about 1.
+
+    Stored buffers too: Gemma 4's bounds clip a few values in a hundred, its standardisation is like a norm.
+    """
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        if parameter.ndim > 1:
-            parameter.data = noise / math.sqrt(parameter[0].numel())
+    stored = model.state_dict()
+    tensors = [*model.named_parameters(), *((name, b) for name, b in model.named_buffers() if name in stored)]
+    for name, tensor in tensors:
+        noise = torch.randn(tensor.shape, generator=generator)
+        if name.endswith("_table"):
+            tensor.data = noise
+        elif tensor.ndim > 1:
+            tensor.data = noise / math.sqrt(tensor[0].numel())
+        elif name.endswith(("_min", "_max")):
+            tensor.data = (2 + 0.2 * noise) * (-1 if name.endswith("_min") else 1)
         else:
-            parameter.data = 1 + 0.2 * noise if name.endswith("weight") else 0.2 * noise
+            tensor.data = 1 + 0.2 * noise if name.endswith(("weight", "_scale")) else 0.2 * noise
 
 
 def load_model(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -91,25 +68,48 @@ class Media:
 
 
 def random_media(
-    t: int, h: int, w: int, *, patch: int, seed: int, merge: int = 2, temporal: int = 2, odd: bool = False
+    t: int,
+    h: int,
+    w: int,
+    *,
+    patch: int,
+    seed: int,
+    merge: int = 2,
+    temporal: int = 2,
+    fold: int = 1,
+    odd: bool = False,
 ) -> Media:
     """Noise of t groups of h x w patches; t = 1 is a still. An `odd` video lacks the last frame of its last group."""
     frames = 1 if t == 1 else t * temporal - odd
-    height, width = h * patch, w * patch
-    pixels = np.random.default_rng(seed).integers(0, 256, (frames, height, width, 3), dtype=np.uint8)
-    tokens = t * h * w // merge**2
-    path = PathPlan(units=tokens, segments=t, longest=h * w, pixel_bytes=pixels.nbytes)
-    kind = "image" if t == 1 else "video"
+    shape = (frames, h * patch, w * patch, 3)
+    pixels = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+    return media_of(pixels, t, patch=patch, merge=merge, fold=fold)
+
+
+def media_of(frames: npt.NDArray[np.uint8], t: int = 1, *, patch: int, merge: int = 2, fold: int = 1) -> Media:
+    """Frames [frames, height, width, 3] of a size in whole tokens, t groups; `fold` groups of a video share a token."""
+    _, height, width, _ = frames.shape
+    h, w = height // patch, width // patch
+    units = t * h * w // merge**2
+    path = PathPlan(units=units, segments=t, longest=h * w, pixel_bytes=frames.nbytes)
+    kind, tokens = ("image", units) if t == 1 else ("video", units // fold)
     plan = ItemPlan(kind, height, width, (t, h, w), merge, tokens, paths={"default": path}, spans=())
-    return Media(plan, pixels)
+    return Media(plan, frames)
 
 
-def official_patches(directory: Path, media: Media) -> torch.Tensor:
+def media_for(architecture: str, t: int, h: int, w: int, *, seed: int, odd: bool = False) -> Media:
+    """`random_media` of an architecture's published sizes of patches and tokens."""
+    tiny = TINY[architecture]
+    sizes = {"patch": tiny.patch, "merge": tiny.merge, "temporal": tiny.temporal, "fold": tiny.fold}
+    return random_media(t, h, w, **sizes, seed=seed, odd=odd)
+
+
+def official_patches(architecture: str, directory: Path, media: Media) -> torch.Tensor:
     """`pixel_values` float32 [rows, 3 x temporal_patch x patch x patch] by the official processor.
 
     A video is put together from its frames' own patches, the last frame repeated where one is missing.
     """
-    processor = Qwen2VLImageProcessorPil.from_pretrained(directory)
+    processor = TINY[architecture].processor.from_pretrained(directory)
     temporal, patch = processor.temporal_patch_size, processor.patch_size
     stills = [
         processor(frame, do_resize=False, return_tensors="pt").pixel_values.view(-1, 3, temporal, patch**2)[:, :, 0]
@@ -125,7 +125,26 @@ def official_patches(directory: Path, media: Media) -> torch.Tensor:
 @torch.inference_mode()
 def oracle_rows(model: Any, directory: Path, batch: Sequence[Media]) -> torch.Tensor:
     """Rows [tokens, width] of a whole batch by the official tower: main, then the DeepStack levels."""
-    tower = model.model.visual
-    pixels = torch.cat([official_patches(directory, media) for media in batch]).to(tower.dtype)
-    output = tower(pixels, grid_thw=torch.tensor([media.plan.grid for media in batch]))
+    architecture, inner = model.config.model_type, model.model
+    if architecture == "gemma4":
+        return torch.cat([_gemma4_rows(inner, directory, media) for media in batch])
+    tower = inner.vision_tower if architecture == "ernie4_5_vl_moe" else inner.visual
+    pixels = torch.cat([official_patches(architecture, directory, media) for media in batch]).to(tower.dtype)
+    grid = torch.tensor([media.plan.grid for media in batch])
+    if architecture == "ernie4_5_vl_moe":
+        rows: torch.Tensor = inner.resampler_model(tower(pixels, grid_thw=grid).last_hidden_state, grid)
+        return rows
+    if architecture.startswith("glm"):  # this tower takes every group as a still, as its own video path does
+        grid = grid.repeat_interleave(grid[:, 0], dim=0)
+        grid[:, 0] = 1
+    output = tower(pixels, grid_thw=grid)
     return torch.cat([output.pooler_output, *getattr(output, "deepstack_features", [])], dim=-1)
+
+
+def _gemma4_rows(inner: Any, directory: Path, media: Media) -> torch.Tensor:
+    """A video's frames are embedded as stills, padded to 630 patches; the last one stands for one that is missing."""
+    processor = TINY["gemma4"].processor.from_pretrained(directory)
+    frames = [media.frames[min(i, len(media.frames) - 1)] for i in range(media.plan.grid[0])]
+    inputs = processor(frames, do_resize=False, max_soft_tokens=70, return_tensors="pt")
+    pixels, position = inputs["pixel_values"], inputs["image_position_ids"]
+    return torch.cat(inner.get_image_features(pixels, position).pooler_output)

@@ -60,6 +60,23 @@ def run_tower(tower: Any, batch: Sequence[Media], capacity: Capacity | None = No
     return lines.index_select(0, index).cpu()
 
 
+def assert_items_independent(tower: Any, batch: Sequence[Media]) -> None:
+    """The rows of an item alone are those it has in any company, in this order and in the opposite one."""
+    alone = [run_tower(tower, [media]) for media in batch]
+    for order in (range(len(batch)), range(len(batch) - 1, -1, -1)):
+        mixed = run_tower(tower, [batch[i] for i in order]).split([batch[i].plan.tokens for i in order])
+        for i, rows in zip(order, mixed, strict=True):
+            assert_close(rows, alone[i], tower)
+
+
+def assert_padding_harmless(tower: Any, batch: Sequence[Media], expected: torch.Tensor) -> None:
+    """A batch gives its rows in larger buffers too."""
+    exact = exact_capacity(batch)
+    for units, segments in ((1, 0), (40, 1), (333, 30)):
+        capacity = Capacity(exact.units + units, exact.items + 3, exact.segments + segments, exact.longest + 64)
+        assert_close(run_tower(tower, batch, capacity), expected, tower)
+
+
 def assert_close(found: torch.Tensor, expected: torch.Tensor, tower: Any) -> None:
     """Each level of the rows by itself, within the tolerances of the tower's dtype."""
     assert found.dtype == tower.dtype

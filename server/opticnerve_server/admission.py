@@ -23,6 +23,9 @@ from .messages import Failed, Granted, ItemRequest, Refused, Release, Reserve, R
 from .slots import Arena
 from .types import ItemPlan
 
+Answers = asyncio.Queue[Rows | ServiceError]
+"""What the engine says of one item; bounded by the item's parts."""
+
 MAX_UNSENT = 1024
 """Unsent messages over which no call is let in: the engine is behind. What admitted items still send is bounded too."""
 
@@ -56,9 +59,19 @@ class AdmittedItem:
         """Name the job in another thread that writes the pixels: `release` lets it finish first."""
         self._writer = job
 
-    async def encode(self, plan: ItemPlan, dtype: str, deadline: float) -> Rows:
-        """Pass the written pixels to the engine and wait until the rows are in the slot. Raises ServiceError."""
-        return await self._admission.submit(Submit(self._call, self.index, plan, dtype, deadline))
+    async def encode(self, plan: ItemPlan, dtype: str, deadline: float) -> AsyncIterator[Rows]:
+        """Pass the written pixels to the engine; yields when rows are in the slot, in order. Raises ServiceError."""
+        answers = self._admission.submit(Submit(self._call, self.index, plan, dtype, deadline))
+        try:
+            received = 0
+            while received < plan.tokens:
+                rows = await answers.get()
+                if isinstance(rows, ServiceError):
+                    raise rows
+                received += rows.count
+                yield rows
+        finally:
+            self._admission.forget(self._call, self.index)
 
     def release(self) -> None:
         """Give the slot back, once: now, or when the thread that writes into it is done. Later calls do nothing."""
@@ -94,7 +107,7 @@ class Admission:
         self._unsent: deque[bytes] = deque()
         self._numbers = itertools.count()
         self._asking: dict[int, _Call] = {}
-        self._encoding: dict[tuple[int, int], asyncio.Future[Rows]] = {}
+        self._encoding: dict[tuple[int, int], Answers] = {}
         connection.setblocking(False)
         self._loop.add_reader(connection, self._receive)
 
@@ -127,18 +140,17 @@ class Admission:
             for item in call.items:
                 item.release()
 
-    async def submit(self, message: Submit) -> Rows:
-        """Wait for the engine's answer to an item. Raises ServiceError."""
+    def submit(self, message: Submit) -> Answers:
+        """Hand an item to the engine; its answers arrive in the returned queue until `forget`. Raises ServiceError."""
         if self.lost.is_set():
             raise _engine_lost()
-        key = message.call, message.index
-        answer = self._encoding[key] = self._loop.create_future()
-        try:
-            self._send(message)
-            rows: Rows = await answer
-            return rows
-        finally:
-            self._encoding.pop(key, None)
+        answers = self._encoding[message.call, message.index] = asyncio.Queue()
+        self._send(message)
+        return answers
+
+    def forget(self, call: int, index: int) -> None:
+        """No longer take answers to an item."""
+        self._encoding.pop((call, index), None)
 
     def release(self, message: Release) -> None:
         """Tell the engine that a slot is free."""
@@ -191,14 +203,10 @@ class Admission:
                 call = self._asking.pop(message.call)
                 if not call.granted.done():
                     call.granted.set_exception(_refusal(message))
-            case Rows():
-                answer = self._encoding.get((message.call, message.index))
-                if answer is not None and not answer.done():
-                    answer.set_result(message)
-            case Failed():
-                answer = self._encoding.get((message.call, message.index))
-                if answer is not None and not answer.done():
-                    answer.set_exception(_failure(message))
+            case Rows() | Failed():
+                answers = self._encoding.get((message.call, message.index))
+                if answers is not None:
+                    answers.put_nowait(message if isinstance(message, Rows) else _failure(message))
             case _:
                 raise TypeError(f"{type(message).__name__} is no message of the engine")
 
@@ -221,11 +229,11 @@ class Admission:
         self._loop.remove_reader(self._connection)
         self._loop.remove_writer(self._connection)
         self._unsent.clear()
-        waiting: list[asyncio.Future[Any]] = [call.granted for call in self._asking.values()]
-        waiting += self._encoding.values()
-        for future in waiting:
-            if not future.done():
-                future.set_exception(_engine_lost())
+        for call in self._asking.values():
+            if not call.granted.done():
+                call.granted.set_exception(_engine_lost())
+        for answers in self._encoding.values():
+            answers.put_nowait(_engine_lost())
         self._asking.clear()
 
 

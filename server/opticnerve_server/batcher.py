@@ -1,7 +1,8 @@
 """The open batch: as full as traffic allows by the time the device takes it, and never delayed by a timer.
 
 While the device is busy, ready items queue; those that fit the open batch join it at once, first come first served by
-call, and their pixels begin to land on the device. When the device is free it takes the batch as it is.
+call, and their pixels begin to land on the device. When the device is free it takes the batch as it is. An item larger
+than any graph, a long video, queues as several parts where its segments allow, and alone otherwise.
 """
 
 from __future__ import annotations
@@ -14,19 +15,31 @@ from dataclasses import dataclass, field
 
 from .graphs import fits
 from .ledger import Item, Ledger
+from .models.base import Planner
 from .types import Capacity, ItemPlan, Load
 
 
 @dataclass(slots=True)
-class Batch:
-    """Items that go to the device together, in the order in which their pixels landed."""
+class Part:
+    """A contiguous run of an item's units; almost always the whole item."""
 
-    items: list[Item] = field(default_factory=list)
-    expired: list[Item] = field(default_factory=list)
+    item: Item
+    plan: ItemPlan
+    pixels: int = 0  # where its pixels begin, in bytes from those of the item
+    first_row: int = 0
+    landed_at: int = 0  # where its pixels begin in the landing block
+
+
+@dataclass(slots=True)
+class Batch:
+    """Parts that go to the device together, in the order in which their pixels landed."""
+
+    parts: list[Part] = field(default_factory=list)
+    dropped: list[Part] = field(default_factory=list)
 
     @property
     def plans(self) -> list[ItemPlan]:
-        return [item.placed for item in self.items]
+        return [part.plan for part in self.parts]
 
     def load(self, path: str) -> Load:
         """What the batch asks of one path."""
@@ -39,23 +52,30 @@ class Batcher:
     `put` and `device_free` may be called from any thread, `take` from the device thread alone.
     """
 
-    def __init__(self, ledger: Ledger, capacities: Mapping[str, Sequence[Capacity]]) -> None:
+    def __init__(self, ledger: Ledger, planner: Planner, capacities: Mapping[str, Sequence[Capacity]]) -> None:
         """`capacities` bound a batch on each path: the captured ones, or those planned where graphs are off."""
         self._ledger = ledger
+        self._planner = planner
         self._capacities = capacities
         self._changed = threading.Condition()
-        self._ready: list[tuple[int, int, int, Item]] = []
+        self._ready: list[tuple[int, int, int, Part]] = []
         self._arrivals = 0
         self._open = Batch()
         self._free = True
         self._stopped = False
 
-    def put(self, item: Item) -> None:
-        """An item whose pixels are in its slot."""
+    def put(self, item: Item) -> int:
+        """Queue an item whose pixels are in its slot; returns the number of its parts."""
+        parts, pixels, row = [], 0, 0
+        for plan in self._planner.split(item.placed, lambda plan: self._hold([plan])):
+            parts.append(Part(item, plan, pixels, row))
+            pixels, row = pixels + plan.pixel_bytes, row + plan.tokens
         with self._changed:
-            self._arrivals += 1
-            heapq.heappush(self._ready, (item.order, item.index, self._arrivals, item))
+            for part in parts:
+                self._arrivals += 1
+                heapq.heappush(self._ready, (item.order, item.index, self._arrivals, part))
             self._changed.notify()
+        return len(parts)
 
     def device_free(self) -> None:
         """The device has computed the last batch."""
@@ -69,59 +89,56 @@ class Batcher:
             self._stopped = True
             self._changed.notify()
 
-    def take(self, land: Callable[[Item], int], idle: Callable[[], None]) -> Batch | None:
+    def take(self, land: Callable[[Part], int], idle: Callable[[], None]) -> Batch | None:
         """Wait for work and a free device; the batch is then the caller's. None after `stop` when nothing is left.
 
-        `land` starts the copy of a joining item's pixels and says where they begin; `idle` is called about once a
+        `land` starts the copy of a joining part's pixels and says where they begin; `idle` is called about once a
         second while waiting.
         """
         while True:
             with self._changed:
                 joined = self._join()
-                while not joined and not (self._open.items and self._free):
-                    if self._stopped and not self._open.items and not self._ready:
+                while not joined and not (self._open.parts and self._free):
+                    if self._stopped and not self._open.parts and not self._ready:
                         return None
                     if not self._changed.wait(timeout=1.0):
                         idle()
                     joined = self._join()
-            for item in joined:
-                item.pixels_at = land(item)
+            for part in joined:
+                part.landed_at = land(part)
             with self._changed:
                 if not self._free:
                     continue
                 batch, self._open = self._open, Batch()
                 self._free = False
-            self._drop_expired(batch)
+            _drop_expired(batch)
             return batch
 
-    def _join(self) -> list[Item]:
-        """Move ready items into the open batch while they fit."""
+    def _join(self) -> list[Part]:
+        """Move ready parts into the open batch while they fit."""
         joined = []
         while self._ready:
-            item = self._ready[0][-1]
-            if not item.released and not self._fits_with(item):
+            part = self._ready[0][-1]
+            # A part that no capacity holds is alone in its batch.
+            if self._open.parts and not self._hold([*self._open.plans, part.plan]):
                 break
             heapq.heappop(self._ready)
-            if self._ledger.to_device(item):
-                self._open.items.append(item)
-                joined.append(item)
+            if self._ledger.to_device(part.item):
+                self._open.parts.append(part)
+                joined.append(part)
         return joined
 
-    def _fits_with(self, item: Item) -> bool:
-        """Whether a path of the open batch still has room. An item that no capacity holds is alone in its batch."""
-        if not self._open.items:
-            return True
-        plans = [*self._open.plans, item.placed]
+    def _hold(self, plans: Sequence[ItemPlan]) -> bool:
+        """Whether on every path some capacity holds all of `plans`."""
         return all(
             isinstance(fits(capacities, Load.of(plan.paths[path] for plan in plans)), Capacity)
             for path, capacities in self._capacities.items()
             if any(plan.paths[path].units for plan in plans)
         )
 
-    @staticmethod
-    def _drop_expired(batch: Batch) -> None:
-        """Leave out what nobody can receive in time any more: expired items, and those released while they landed."""
-        now = time.monotonic()
-        kept = [item for item in batch.items if not item.released and item.deadline > now]
-        batch.expired = [item for item in batch.items if item.released or item.deadline <= now]
-        batch.items = kept
+
+def _drop_expired(batch: Batch) -> None:
+    """Leave out what nobody can receive in time any more: parts of expired items, and of those released meanwhile."""
+    now = time.monotonic()
+    batch.dropped = [part for part in batch.parts if part.item.released or part.item.deadline <= now]
+    batch.parts = [part for part in batch.parts if not part.item.released and part.item.deadline > now]

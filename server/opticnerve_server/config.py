@@ -222,7 +222,12 @@ class Config:
         default="auto",
     )
     max_items_per_batch: int | None = setting(
-        _optional_count, _GRAPHS, "Most items in one batch.", "largest budget // smallest.", "N", default=None
+        _optional_count,
+        _GRAPHS,
+        "Most items in one batch.",
+        "largest budget // smallest automatic one.",
+        "N",
+        default=None,
     )
     graph_memory_bytes: int | None = setting(
         _optional_count,

@@ -16,13 +16,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from .batcher import Batch
+from .batcher import Batch, Part
 from .buffers import Landing, Packing, Ring, Staging
 from .graphs import Graph, GraphManager, eager_capacity
-from .ledger import Item
 from .models.base import Tower
 from .streams import Event, Streams
-from .types import Capacity, Dispatched, Load, Outcome, Reason
+from .types import Capacity, Dispatched, ItemPlan, Load, Outcome, Reason
 
 FLOAT16_MAX = 65504.0
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -30,24 +29,31 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 @dataclass(slots=True)
 class Result:
-    """What became of one item of a batch."""
+    """What became of one part of a batch."""
 
-    item: Item
-    failure: tuple[str, str] | None  # reason and message, None when its rows are in its slot
+    part: Part
+    failure: tuple[str, str] | None  # reason and message, None when its rows are in the slot
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class PathRun:
-    """How one path of a batch ran, for metrics."""
+    """How one path of a batch ran."""
 
-    dispatched: Dispatched
+    path: str
+    outcome: Outcome
+    budget: int  # units of the captured budget, 0 when eager
     reason: Reason
     load: Load
+
+    def told_to(self, plan: ItemPlan) -> Dispatched:
+        """The same for an item or part that was in the batch."""
+        units = plan.paths[self.path].units
+        return Dispatched(self.path, self.outcome, self.budget, units, self.load.items, self.load.units)
 
 
 @dataclass(slots=True)
 class Finished:
-    """A batch that is done: all of its results, and where the time went."""
+    """A batch that is done: what became of its parts, and where the time went."""
 
     results: list[Result]
     runs: list[PathRun]
@@ -108,11 +114,11 @@ class Dispatcher:
 
     # --- device thread
 
-    def land(self, item: Item) -> int:
-        """Start the copy of an item's pixels to the device; returns where they begin in the landing block."""
-        slot = item.slot
+    def land(self, part: Part) -> int:
+        """Start the copy of a part's pixels to the device; returns where they begin in the landing block."""
+        start = part.item.slot.start + part.pixels
         with torch.inference_mode(), self._streams.copy_in():
-            return self._landings[self._turn].add(self._slots[slot.start : slot.start + item.placed.pixel_bytes])
+            return self._landings[self._turn].add(self._slots[start : start + part.plan.pixel_bytes])
 
     def run(self, batch: Batch) -> None:
         """Launch one batch. An exception means that nothing of it will finish; the next batch can still run."""
@@ -160,8 +166,7 @@ class Dispatcher:
             self._stage(path, batch, graph.packing, self._graphs.arena, turn)
             with self._streams.compute():
                 graph.replay()
-            dispatched = Dispatched(path, Outcome.HIT, graph.capacity.units, load.items, load.units)
-            run = PathRun(dispatched, Reason.FITS, load)
+            run = PathRun(path, Outcome.HIT, graph.capacity.units, Reason.FITS, load)
             return run, self._graphs.output(path, graph.lines), self._graphs.arena
         capacity = eager_capacity(tower.planner.paths[path], load)
         packing = Packing.of(tower.buffers(path, capacity))
@@ -170,8 +175,7 @@ class Dispatcher:
         self._stage(path, batch, packing, block, turn)
         with self._streams.compute():
             lines = tower.forward(path, packing.tensors(block), capacity)
-        dispatched = Dispatched(path, Outcome.MISS, 0, load.items, load.units)
-        return PathRun(dispatched, graph, load), lines, block
+        return PathRun(path, Outcome.MISS, 0, graph, load), lines, block
 
     def _stage(self, path: str, batch: Batch, packing: Packing, block: torch.Tensor, turn: int) -> None:
         """Fill metadata, send it, and move it and the pixels from where they landed into the static buffers."""
@@ -185,7 +189,7 @@ class Dispatcher:
             streams.wait(arrived)
             block[: packing.meta_bytes].copy_(metadata)
             pixels = block[packing.meta_bytes :]
-            for start, end, to in _runs(batch.items, path):
+            for start, end, to in _runs(batch.parts, path):
                 pixels[to : to + end - start].copy_(landing.block[start:end])
 
     def _gather(self, batch: Batch, lines: Mapping[str, torch.Tensor], turn: int) -> torch.Tensor:
@@ -208,14 +212,14 @@ class Dispatcher:
         return rows
 
     def _copy_out(self, batch: Batch, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Copy each item's rows into its slot in its dtype, on the current stream; returns what must stay alive."""
+        """Copy each part's rows into its slot in its dtype, on the current stream; returns what must stay alive."""
         kept, start = [], 0
-        for item in batch.items:
-            mine = rows[start : start + item.placed.tokens].to(DTYPES[item.dtype])
-            target = self._slots[item.slot.rows : item.slot.rows + mine.nbytes].view(mine.dtype).view(mine.shape)
-            target.copy_(mine, non_blocking=True)
+        for part in batch.parts:
+            mine = rows[start : start + part.plan.tokens].to(DTYPES[part.item.dtype])
+            at = part.item.slot.rows + part.first_row * mine.shape[1] * mine.itemsize
+            self._slots[at : at + mine.nbytes].view(mine.dtype).view(mine.shape).copy_(mine, non_blocking=True)
             kept.append(mine)
-            start += item.placed.tokens
+            start += part.plan.tokens
         return kept
 
     # --- finisher
@@ -236,10 +240,10 @@ class Dispatcher:
 
     def _judge(self, launched: _Launched) -> Finished:
         peaks, results, start = launched.peaks.numpy(), [], 0
-        for item in launched.batch.items:
-            mine = peaks[start : start + item.placed.tokens]
-            start += item.placed.tokens
-            results.append(Result(item, _judgement(mine, item.dtype)))
+        for part in launched.batch.parts:
+            mine = peaks[start : start + part.plan.tokens]
+            start += part.plan.tokens
+            results.append(Result(part, _judgement(mine, part.item.dtype)))
         streams = self._streams
         return Finished(
             results,
@@ -261,16 +265,16 @@ def _judgement(peaks: np.ndarray, dtype: str) -> tuple[str, str] | None:
     return None
 
 
-def _runs(items: Sequence[Item], path: str) -> list[tuple[int, int, int]]:
+def _runs(parts: Sequence[Part], path: str) -> list[tuple[int, int, int]]:
     """Where a path's pixels lie in the landing block and go in the buffer: (start, end, to), neighbours joined.
 
-    One run for a path that has all pixels of all items; gaps are items that were dropped, or pixels of other paths.
+    One run for a path that has all pixels of all parts; gaps are parts that were dropped, or pixels of other paths.
     """
     runs: list[tuple[int, int, int]] = []
     to = 0
-    for item in items:
-        start = item.pixels_at
-        for name, plan in item.placed.paths.items():
+    for part in parts:
+        start = part.landed_at
+        for name, plan in part.plan.paths.items():
             if name == path and plan.pixel_bytes:
                 if runs and runs[-1][1] == start and runs[-1][2] + start - runs[-1][0] == to:
                     runs[-1] = (runs[-1][0], start + plan.pixel_bytes, runs[-1][2])

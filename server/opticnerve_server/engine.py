@@ -20,11 +20,11 @@ from collections.abc import Callable
 import torch
 
 from . import __version__, metrics
-from .batcher import Batch, Batcher
+from .batcher import Batch, Batcher, Part
 from .config import Config, parse_token_budgets
 from .dispatcher import Dispatcher, Finished
 from .graphs import GraphManager, GraphsFailed, plan_capacities
-from .ledger import Item, Ledger
+from .ledger import Ledger
 from .media import decode
 from .messages import EngineReady, Failed, PathState, PhaseChange, Release, Reserve, Rows, Stop, Submit
 from .models import registry
@@ -171,7 +171,7 @@ class Engine:
     def _dispatcher(self, tower: Tower) -> Dispatcher:
         captured = {path: state.capacities for path, state in self.graphs.paths.items()}
         capacities = {path: captured[path] or planned for path, planned in self.capacities.items()}
-        self.batcher = Batcher(self.ledger, capacities)
+        self.batcher = Batcher(self.ledger, tower.planner, capacities)
         self.counts = Counts()
         return Dispatcher(
             tower,
@@ -192,9 +192,9 @@ class Engine:
             batcher.stop()
         while (batch := batcher.take(dispatcher.land, self._idle)) is not None:
             self._idle()
-            for item in batch.expired:
-                self._fail(item, "EXPIRED_IN_QUEUE", "the deadline passed while the item waited for the device")
-            if batch.items:
+            for part in batch.dropped:
+                self._fail(part, "EXPIRED_IN_QUEUE", "the deadline passed while the item waited for the device")
+            if batch.parts:
                 self._run(dispatcher, batch)
             else:
                 batcher.device_free()
@@ -203,7 +203,6 @@ class Engine:
 
     def _run(self, dispatcher: Dispatcher, batch: Batch) -> None:
         """Launch a batch; what a failure means depends on whether the device still works."""
-        metrics.INFLIGHT_ITEMS.inc(len(batch.items))
         try:
             dispatcher.run(batch)
             return
@@ -211,37 +210,43 @@ class Engine:
             torch.cuda.empty_cache()
             reason, message = "GPU_MEMORY", "the device has no memory for this batch; retry later or send less at once"
         except Exception:
-            log.exception("batch failed", extra={"items": len(batch.items)})
+            log.exception("batch failed", extra={"parts": len(batch.parts)})
             reason, message = "INTERNAL", "the forward failed; the server's log has the details"
         _check_device()
-        metrics.INFLIGHT_ITEMS.dec(len(batch.items))
-        for item in batch.items:
-            self._fail(item, reason, message)
+        for part in batch.parts:
+            self._fail(part, reason, message)
         assert self.batcher is not None
         self.batcher.device_free()
 
     def _finished(self, finished: Finished) -> None:
         """Report a batch to front-ends and metrics; on the finisher."""
-        dispatches = [run.dispatched for run in finished.runs]
         for result in finished.results:
-            item = result.item
+            part, item = result.part, result.part.item
             if result.failure is not None:
-                self._fail(item, *result.failure)
-                continue
-            mine = [dispatched for dispatched in dispatches if item.placed.paths[dispatched.path].units]
-            waiting = self.ledger.from_device(item)
-            if waiting:
-                queued = max(0.0, finished.taken_at - item.submitted_at)
+                self._fail(part, *result.failure)
+            elif self.ledger.from_device(item, part.plan.tokens):
                 self.peers.tell_frontend(
                     item.frontend,
-                    Rows(item.call, item.index, mine, queued, finished.execute_s, finished.copy_s),
+                    Rows(
+                        item.call,
+                        item.index,
+                        start=part.first_row,
+                        count=part.plan.tokens,
+                        dispatches=[run.told_to(part.plan) for run in finished.runs if part.plan.paths[run.path].units],
+                        queue_s=max(0.0, finished.taken_at - item.submitted_at),
+                        execute_s=finished.execute_s,
+                        copy_s=finished.copy_s,
+                    ),
                 )
         self.counts.add(finished)
         self._batch_tokens.observe(max(run.load.units for run in finished.runs))
-        metrics.INFLIGHT_ITEMS.dec(len(finished.results))
 
-    def _fail(self, item: Item, reason: str, message: str) -> None:
-        if self.ledger.from_device(item):
+    def _fail(self, part: Part, reason: str, message: str) -> None:
+        """End the item of a part that comes back from the device, or was to go there, without rows."""
+        item = part.item
+        tell = self.ledger.fail(item)
+        self.ledger.from_device(item, part.plan.tokens)
+        if tell:
             self.peers.tell_frontend(item.frontend, Failed(item.call, item.index, reason, message))
 
     def _idle(self) -> None:
@@ -258,6 +263,7 @@ class Engine:
                 last = time.monotonic()
                 occupancy = self.ledger.occupancy()
                 metrics.QUEUE_ITEMS.set(occupancy.items)
+                metrics.INFLIGHT_ITEMS.set(self.ledger.on_device)
                 metrics.QUEUE_TOKENS.set(occupancy.tokens)
                 metrics.QUEUE_BYTES.set(occupancy.bytes)
                 self.peers.tell_supervisor(occupancy)
@@ -300,15 +306,14 @@ class Counts:
         """Count a batch; on the finisher."""
         metrics.BATCH_ITEMS.observe(len(finished.results))
         for run in finished.runs:
-            d = run.dispatched
-            metrics.DISPATCHES.labels(d.path, d.outcome, run.reason).inc()
-            metrics.DISPATCHED_ITEMS.labels(d.path, d.outcome).inc(d.batch_items)
-            metrics.EXECUTE_DURATION.labels(d.path, d.outcome).observe(finished.execute_s)
-            self._items[d.outcome] += d.batch_items
-            if d.outcome is Outcome.HIT:
-                metrics.GRAPH_REPLAYS.labels(d.path, str(d.budget)).inc()
-                for kind, units in (("useful", d.batch_units), ("padding", d.budget - d.batch_units)):
-                    metrics.GRAPH_TOKENS.labels(d.path, kind).inc(units)
+            metrics.DISPATCHES.labels(run.path, run.outcome, run.reason).inc()
+            metrics.DISPATCHED_ITEMS.labels(run.path, run.outcome).inc(run.load.items)
+            metrics.EXECUTE_DURATION.labels(run.path, run.outcome).observe(finished.execute_s)
+            self._items[run.outcome] += run.load.items
+            if run.outcome is Outcome.HIT:
+                metrics.GRAPH_REPLAYS.labels(run.path, str(run.budget)).inc()
+                for kind, units in (("useful", run.load.units), ("padding", run.budget - run.load.units)):
+                    metrics.GRAPH_TOKENS.labels(run.path, kind).inc(units)
                     self._units[kind] += units
         if time.monotonic() - self._since >= 60:
             self._log()

@@ -15,7 +15,7 @@ from .admission import Admission
 from .config import Config
 from .info import Model, ServerState
 from .media import decode
-from .messages import EngineReady, Occupancy, PhaseChange, Stop
+from .messages import EngineReady, FrontendReady, Occupancy, PhaseChange, Stop
 from .preprocess import Preprocessor
 from .service import EncoderService
 from .slots import Arena
@@ -119,6 +119,7 @@ class Frontend:
     async def _load_model(self) -> None:
         self.state.model = await asyncio.to_thread(self._open_model, self.state.config)
         await self._publish()
+        await asyncio.get_running_loop().sock_sendall(self._control, messages.encode(FrontendReady()))
 
     async def _watch_engine(self) -> None:
         """The engine's end fails every call; the supervisor decides what comes next."""

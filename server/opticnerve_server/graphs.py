@@ -75,8 +75,9 @@ def plan_capacities(
 
     `explicit` budgets of a path, or under "" of every path, replace the automatic ones. `cap` bounds the units of
     automatic budgets on all paths, None is the tower's own maximum. `max_items` defaults to the largest budget // the
-    smallest automatic one, which a single explicit budget does not change. With `launches_by_segments` each budget has two classes, few long segments and many short ones; otherwise one class
-    holds any segments. Raises ValueError for budgets of a path that the tower does not have.
+    path's `min_units`: one explicit budget holds as many items as it would among automatic ones. With
+    `launches_by_segments` each budget has two classes, few long segments and many short ones; otherwise one class holds
+    any segments. Raises ValueError for budgets of a path that the tower does not have.
     """
     unknown = sorted(set(explicit) - set(paths) - {""})
     if unknown:

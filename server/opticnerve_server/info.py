@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from dataclasses import dataclass, field
 
 from opticnerve.v1 import encoder_pb2 as pb
 
-from . import wire
+from . import __version__, wire
 from .config import Config
 from .errors import ServiceError
 from .messages import EngineReady, Occupancy
@@ -16,8 +15,6 @@ from .types import Phase
 
 MODALITIES = ("image",)
 """What the service can take, whatever the model reads: videos are named in the contract and not built yet."""
-
-VERSION = importlib.metadata.version("opticnerve")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +67,7 @@ def server_info(state: ServerState, phase: Phase) -> pb.GetServerInfoResponse:
     """The answer of GetServerInfo in a phase, which is any; what is not known yet stays empty."""
     config = state.config
     info = pb.GetServerInfoResponse(
-        version=VERSION,
+        version=__version__,
         instance_id=state.instance_id,
         phase=wire.PHASES[phase],
         phase_detail=state.detail,

@@ -1,4 +1,4 @@
-"""The engine's side of admission: every item inside the server, what it holds, and who owns its slot.
+"""The engine's side of admission: every item inside the server, what it holds, and who may touch its slot.
 
 Being granted slots is admission, so the bounds on items, tokens and bytes hold by construction. An item leaves when its
 front-end releases it, or dies; its slot is freed then, or once the device no longer uses it.
@@ -6,7 +6,6 @@ front-end releases it, or dies; its slot is freed then, or once the device no lo
 
 from __future__ import annotations
 
-import enum
 import itertools
 import threading
 import time
@@ -18,18 +17,13 @@ from .slots import SlotAllocator
 from .types import ItemPlan
 
 
-class Owner(enum.Enum):
-    """Who may touch an item's slot."""
-
-    FRONTEND = "frontend"  # granted, or rows handed back
-    QUEUE = "queue"  # submitted, not on its way to the device
-    DEVICE = "device"  # joined a batch: copies may be in flight
-    NOBODY = "nobody"  # freed
-
-
 @dataclass(slots=True, eq=False)
 class Item:
-    """One item inside the server. The ledger's lock guards `owner` and `released`."""
+    """One item inside the server.
+
+    Its slot is the front-end's until it is submitted, then the device's for reading pixels, and piece by piece the
+    front-end's again as rows are reported. The ledger's lock guards the last four fields.
+    """
 
     frontend: int
     call: int
@@ -38,13 +32,13 @@ class Item:
     slot: Slot
     tokens: int
     nbytes: int  # of the slot and of the encoded media
-    owner: Owner = Owner.FRONTEND
-    released: bool = False
     plan: ItemPlan | None = None
     dtype: str = ""
     deadline: float = 0.0
     submitted_at: float = 0.0
-    pixels_at: int = 0  # where its pixels begin in the landing block
+    on_device: int = 0  # parts that copies or kernels may be using
+    failed: bool = False  # the front-end has been told
+    released: bool = False  # the front-end is done with it
 
     @property
     def placed(self) -> ItemPlan:
@@ -64,6 +58,8 @@ class Ledger:
         self._items: dict[tuple[int, int, int], Item] = {}
         self._orders = itertools.count()
         self._lock = threading.Lock()
+        self.on_device = 0
+        """Parts that copies or kernels may be using."""
         self._drained: deque[tuple[float, int]] = deque(maxlen=256)
 
     def reserve(self, frontend: int, message: Reserve) -> Granted | Refused:
@@ -105,18 +101,17 @@ class Ledger:
             return Granted(message.call, granted)
 
     def submit(self, frontend: int, message: Submit) -> Item | None:
-        """The item whose pixels are ready, now owned by the queue; None if the ledger does not know it."""
+        """The item whose pixels are ready; None if the ledger does not know it, or has seen it submitted."""
         with self._lock:
             item = self._items.get((frontend, message.call, message.index))
-            if item is None or item.owner is not Owner.FRONTEND:
+            if item is None or item.plan is not None:
                 return None
             item.plan, item.dtype, item.deadline = message.plan, message.dtype, message.deadline
             item.submitted_at = time.monotonic()
-            item.owner = Owner.QUEUE
             return item
 
     def release(self, frontend: int, call: int, index: int) -> None:
-        """The front-end is done with an item; one that the device is using is freed when it comes back."""
+        """The front-end is done with an item; its slot is freed now, or when the device is done with it too."""
         with self._lock:
             item = self._items.get((frontend, call, index))
             if item is not None:
@@ -131,22 +126,29 @@ class Ledger:
             return len(gone)
 
     def to_device(self, item: Item) -> bool:
-        """The item joins a batch. False if it was released meanwhile: it must not."""
+        """A part of the item joins a batch. False if nobody waits for it any more: it must not."""
         with self._lock:
-            if item.released:
+            if item.released or item.failed:
                 return False
-            item.owner = Owner.DEVICE
+            item.on_device += 1
+            self.on_device += 1
             return True
 
-    def from_device(self, item: Item) -> bool:
-        """The device is done with the item. False if nobody waits for it any more; its slot is then free."""
+    def from_device(self, item: Item, rows: int) -> bool:
+        """The device is done with a part that has `rows` rows. False if nobody waits for them."""
         with self._lock:
-            self._drained.append((time.monotonic(), item.tokens))
-            item.owner = Owner.FRONTEND
-            if item.released:
+            self._drained.append((time.monotonic(), rows))
+            item.on_device -= 1
+            self.on_device -= 1
+            if item.released and not item.on_device:
                 self._free(item)
-                return False
-            return True
+            return not item.released and not item.failed
+
+    def fail(self, item: Item) -> bool:
+        """Mark the item as failed, so that no other part of it runs. False if nobody has to be told."""
+        with self._lock:
+            told, item.failed = item.failed, True
+            return not told and not item.released
 
     def occupancy(self) -> Occupancy:
         """What is inside now."""
@@ -155,11 +157,10 @@ class Ledger:
 
     def _release(self, item: Item) -> None:
         item.released = True
-        if item.owner is not Owner.DEVICE:
+        if not item.on_device:
             self._free(item)
 
     def _free(self, item: Item) -> None:
-        item.owner = Owner.NOBODY
         del self._items[item.frontend, item.call, item.index]
         self._slots.release(item.slot.start, item.slot.end - item.slot.start)
         self._used["items"] -= 1

@@ -171,8 +171,8 @@ class Supervisor:
             child.send(self._state.ready)
 
     def _start(self) -> None:
-        """Follow the engine until it is ready and the service's port answers."""
-        while not (self._listening and self._state.ready):
+        """Follow the children until all are ready and the service's port answers."""
+        while not (self._listening and self._state.ready and all(child.ready for child in self._frontends.values())):
             if self._stops:
                 log.info("stopped while starting")
                 raise _End(0)
@@ -232,7 +232,8 @@ class Supervisor:
     def _step(self, timeout: float) -> None:
         """Handle what has happened, or wait for it up to `timeout` seconds."""
         engine, sentinels = self._engine, {child.process.sentinel: i for i, child in self._frontends.items()}
-        watched: list[Any] = [self._wakeup, *sentinels]
+        loading = {child.control: child for child in self._frontends.values() if not (child.ready or child.silent)}
+        watched: list[Any] = [self._wakeup, *sentinels, *loading]
         if not engine.silent:
             watched.append(engine.control)
         if not self._engine_ended:
@@ -243,6 +244,9 @@ class Supervisor:
             elif event is engine.control:
                 while (message := engine.receive()) is not None:
                     self._on_engine(message)
+            elif event in loading:
+                child = loading[event]
+                child.ready = child.receive() is not None
             elif event == engine.process.sentinel:
                 self._on_engine_death()
             else:

@@ -6,7 +6,7 @@ these structs crosses; pixels and rows lie in the slots they name (`slots.py`).
 
 The life of an item between a front-end and the engine, told by its (call, index):
 
-    Reserve -> Granted -> [front-end writes pixels] -> Submit -> [engine runs it] -> Rows -> [it streams] -> Release
+    Reserve -> Granted -> [front-end writes pixels] -> Submit -> [engine runs it] -> Rows ... -> Release
 
 A front-end sends Release exactly once for every item it was granted, at whatever point it is done with it: the decode
 failed, the caller is gone, the rows are sent. From then on it touches the slot no more. The engine frees the slot at
@@ -90,10 +90,12 @@ class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Rows(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The rows of an item are in its slot, which is the front-end's again."""
+    """Rows of an item are in its slot: all of them, or those of one of its parts, which follow in order."""
 
     call: int
     index: int
+    start: int  # first row
+    count: int
     dispatches: list[Dispatched]
     queue_s: float
     execute_s: float
@@ -130,6 +132,13 @@ class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Finish what is admitted within `grace` seconds, then exit."""
 
     grace: float
+
+
+# --- front-end to supervisor
+
+
+class FrontendReady(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """It has the model's planner: from its side, calls can come."""
 
 
 # --- engine to supervisor to front-ends
@@ -171,7 +180,7 @@ ToEngine = Reserve | Submit | Release
 ToFrontend = Granted | Refused | Rows | Failed
 FromEngine = PhaseChange | EngineReady | Occupancy
 ToChild = Attach | PhaseChange | EngineReady | Occupancy | Stop
-Message = ToEngine | ToFrontend | ToChild
+Message = ToEngine | ToFrontend | ToChild | FrontendReady
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Message).decode

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc.aio
 from google.rpc import code_pb2
@@ -19,7 +19,7 @@ from opticnerve.v1 import encoder_pb2 as pb
 from opticnerve.v1 import encoder_pb2_grpc as pb_grpc
 
 from . import metrics, wire
-from .admission import Admission, AdmittedItem
+from .admission import Admission, AdmittedItem, Answers
 from .config import MAX_QUEUE_ITEMS
 from .errors import Scope, ServiceError, internal_error, to_item_failed
 from .info import Model, ServerState, server_info
@@ -28,7 +28,7 @@ from .metrics import Result, Stage
 from .models.base import Planner
 from .preprocess import NeedBytes, PlannedImage, Preprocessor
 from .stream import MAX_CHUNK_BYTES, RowStream
-from .types import ROW_BYTES, ItemPlan
+from .types import ROW_BYTES, Dispatched, ItemPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +57,21 @@ class _Options:
 
 @dataclass(slots=True)
 class _Item:
-    """One admitted item on its way; at its end either `rows` or `error` is set."""
+    """One admitted item on its way."""
 
     planned: PlannedImage
     admitted: AdmittedItem
     seconds: dict[str, float]  # by stage
     digest: bytes = b""
-    rows: Rows | None = None
-    error: ServiceError | None = None
-    ended: float = 0.0
+    rows: Answers = field(default_factory=asyncio.Queue)
+    ready_at: float = 0.0  # time.monotonic() of the first rows
+
+    def add(self, rows: Rows | ServiceError, ready: asyncio.Queue[_Item]) -> None:
+        """Rows to stream, or why there are no more; with the first of these the item is `ready`."""
+        self.rows.put_nowait(rows)
+        if not self.ready_at:
+            self.ready_at = time.monotonic()
+            ready.put_nowait(self)
 
 
 class EncoderService(pb_grpc.EncoderServiceServicer):
@@ -174,21 +180,19 @@ class EncoderService(pb_grpc.EncoderServiceServicer):
     async def _answers(
         self, options: _Options, refused: dict[int, ServiceError], items: list[_Item]
     ) -> AsyncGenerator[pb.EncodeResponse, None]:
-        """The answers of all items as they end. However this is left, no task stays behind."""
-        ended: asyncio.Queue[_Item] = asyncio.Queue()  # bounded by the call's items
-        tasks = [asyncio.create_task(self._encode(options, item, ended)) for item in items]
+        """The answers of all items in the order of their first rows. However this is left, no task stays behind."""
+        ready: asyncio.Queue[_Item] = asyncio.Queue()  # bounded by the call's items
+        tasks = [asyncio.create_task(self._encode(options, item, ready)) for item in items]
         waiting = len(refused) + len(items)
         try:
             for index, error in refused.items():
                 yield pb.EncodeResponse(item_index=index, failed=to_item_failed(error, index))
                 waiting -= _count(_result(error))
             for _ in items:
-                item = await ended.get()
-                if item.error is not None and item.error.row.scope is Scope.CALL:
-                    raise item.error
-                for answer in self._answer(options, item):
-                    yield answer
-                waiting -= _count(_result(item.error))
+                async with aclosing(self._answer(options, await ready.get())) as answers:
+                    async for answer in answers:
+                        yield answer
+                waiting -= 1
         except BaseException as error:
             _count(_result(error, expired=time.monotonic() >= options.deadline), waiting)
             raise
@@ -196,52 +200,60 @@ class EncoderService(pb_grpc.EncoderServiceServicer):
             for task in tasks:
                 task.cancel()
 
-    async def _encode(self, options: _Options, item: _Item, ended: asyncio.Queue[_Item]) -> None:
-        """From the grant to rows in the slot; a failure becomes the item's."""
+    async def _encode(self, options: _Options, item: _Item, ready: asyncio.Queue[_Item]) -> None:
+        """From the grant to the last rows in the slot. The item is ready with its first rows, or with its failure."""
         started = time.monotonic()
         try:
             job = self._preprocessor.prepare(options.planner, item.planned, item.admitted.pixels)
             item.admitted.written_by(job)
             item.digest = await asyncio.wrap_future(job)
             item.seconds[Stage.PREPROCESS] = time.monotonic() - started
-            item.rows = await item.admitted.encode(item.planned.plan, options.dtype, options.deadline)
-        except ServiceError as error:
-            item.error = error
+            async for rows in item.admitted.encode(item.planned.plan, options.dtype, options.deadline):
+                item.add(rows, ready)
         except Exception as error:
-            item.error = internal_error(error)
-        if item.error is not None:
-            item.admitted.release()
-        item.ended = time.monotonic()
-        ended.put_nowait(item)
+            item.add(error if isinstance(error, ServiceError) else internal_error(error), ready)
 
-    def _answer(self, options: _Options, item: _Item) -> Iterator[pb.EncodeResponse]:
-        """All messages of an item that has ended. Its slot is released once the transport has taken its last row."""
+    async def _answer(self, options: _Options, item: _Item) -> AsyncGenerator[pb.EncodeResponse, None]:
+        """All messages of an item. Its slot is released when the transport has taken the last row that there is."""
         index, plan = item.planned.index, item.planned.plan
-        if item.rows is None:
-            assert item.error is not None
-            yield pb.EncodeResponse(item_index=index, failed=to_item_failed(item.error, index))
-            return
+        stream = RowStream(index, item.admitted.rows, options.row_bytes, options.max_chunk_bytes)
+        dispatches: list[Dispatched] = []
+        sent = 0
+        while sent < plan.tokens:
+            rows = await item.rows.get()
+            if isinstance(rows, ServiceError):
+                item.admitted.release()
+                if rows.row.scope is Scope.CALL:
+                    raise rows
+                yield pb.EncodeResponse(item_index=index, failed=to_item_failed(rows, index))
+                _count(_result(rows))
+                return
+            if not sent:
+                yield self._started(options, item)
+                item.seconds |= {Stage.QUEUE: rows.queue_s, Stage.EXECUTE: rows.execute_s, Stage.COPY: rows.copy_s}
+            for chunk in stream.chunks(rows.start, rows.count):
+                yield chunk
+            dispatches += rows.dispatches
+            sent += rows.count
+        item.admitted.release()
+        item.seconds[Stage.STREAM] = time.monotonic() - item.ready_at
+        metrics.EMBEDDING_BYTES.inc(item.admitted.rows.size)
+        for stage, seconds in item.seconds.items():
+            metrics.STAGE_DURATION.labels(stage).observe(seconds)
+        yield pb.EncodeResponse(
+            item_index=index, finished=wire.finished_message(dispatches, stream.crc32, item.seconds)
+        )
+        _count(Result.OK)
+
+    def _started(self, options: _Options, item: _Item) -> pb.EncodeResponse:
+        plan = item.planned.plan
         started = pb.ItemStarted(
             plan=wire.plan_message(plan),
             layout=wire.layout_message(options.planner.layout, options.dtype, plan.tokens),
             digest=item.digest,
             instance_id=self._state.instance_id,
         )
-        yield pb.EncodeResponse(item_index=index, started=started)
-        rows = RowStream(index, item.admitted.rows, options.row_bytes, options.max_chunk_bytes)
-        yield from rows
-        metrics.EMBEDDING_BYTES.inc(item.admitted.rows.size)
-        item.admitted.release()
-        item.seconds |= {
-            Stage.QUEUE: item.rows.queue_s,
-            Stage.EXECUTE: item.rows.execute_s,
-            Stage.COPY: item.rows.copy_s,
-            Stage.STREAM: time.monotonic() - item.ended,
-        }
-        for stage, seconds in item.seconds.items():
-            metrics.STAGE_DURATION.labels(stage).observe(seconds)
-        finished = wire.finished_message(plan, item.rows, rows.crc32, item.seconds)
-        yield pb.EncodeResponse(item_index=index, finished=finished)
+        return pb.EncodeResponse(item_index=item.planned.index, started=started)
 
 
 def _planned_message(index: int, plan: ItemPlan | NeedBytes | ServiceError) -> pb.PlannedItem:

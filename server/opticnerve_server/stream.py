@@ -15,7 +15,7 @@ MAX_CHUNK_BYTES = 1 << 20
 
 
 class RowStream:
-    """Iterates once over the rows of item `index`. `crc32` is that of what was yielded so far: in the end, of all rows.
+    """The chunks of item `index`. `crc32` is that of what was yielded so far: in the end, of all rows.
 
     `rows` is a view of the slot, uint8 [number of rows x row_bytes]; the chunks own their bytes. A chunk holds as many
     whole rows as fit in `max_chunk_bytes`, and at least one. The consumer's pace is the pace of the copies.
@@ -26,16 +26,18 @@ class RowStream:
     ) -> None:
         self._index = index
         self._rows = rows
+        self._row_bytes = row_bytes
         self._step = max(1, max_chunk_bytes // row_bytes) * row_bytes
         self.crc32 = 0
 
-    def __iter__(self) -> Iterator[pb.EncodeResponse]:
-        for offset in range(0, self._rows.size, self._step):
-            data = self._rows[offset : offset + self._step].tobytes()
+    def chunks(self, start: int, count: int) -> Iterator[pb.EncodeResponse]:
+        """The `count` rows from row `start`, which follow those of the call before."""
+        end = (start + count) * self._row_bytes
+        for offset in range(start * self._row_bytes, end, self._step):
+            data = self._rows[offset : min(offset + self._step, end)].tobytes()
             self.crc32 = zlib.crc32(data, self.crc32)
             response = pb.EncodeResponse(item_index=self._index)
             response.chunk.offset = offset
-            response.chunk.data = (
-                data  # in place: a chunk handed to the constructor would be copied, at 6 times the cost
-            )
+            # In place: handed to the constructor, a chunk would be copied once more, at 6 times the cost.
+            response.chunk.data = data
             yield response

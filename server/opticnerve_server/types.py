@@ -117,11 +117,12 @@ class Load:
 
 
 class Dispatched(msgspec.Struct, frozen=True, array_like=True):
-    """How one path of one batch ran, told to every item that was in it."""
+    """How one path ran in the batch of an item, or of a part of one."""
 
     path: str
     outcome: Outcome
     budget: int  # units of the captured budget, 0 when eager
+    units: int  # of the item or part
     batch_items: int
     batch_units: int
 

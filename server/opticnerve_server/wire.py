@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from opticnerve.v1 import encoder_pb2 as pb
 
 from .errors import to_duration
-from .messages import Rows
-from .types import ItemPlan, Layout, Outcome, Phase
+from .types import Dispatched, ItemPlan, Layout, Outcome, Phase
 
 DTYPES: dict[int, str] = {
     pb.DTYPE_UNSPECIFIED: "bfloat16",
@@ -73,7 +74,7 @@ def layout_message(layout: Layout, dtype: str, rows: int = 0) -> pb.Layout:
     )
 
 
-def finished_message(plan: ItemPlan, rows: Rows, crc32: int, seconds: dict[str, float]) -> pb.ItemFinished:
+def finished_message(dispatches: Iterable[Dispatched], crc32: int, seconds: dict[str, float]) -> pb.ItemFinished:
     """The end of an item whose rows were sent. `seconds` has an entry for every field of StageDurations."""
     return pb.ItemFinished(
         crc32=crc32,
@@ -83,11 +84,10 @@ def finished_message(plan: ItemPlan, rows: Rows, crc32: int, seconds: dict[str, 
                 path=dispatched.path,
                 outcome=_OUTCOMES[dispatched.outcome],
                 budget=dispatched.budget,
-                units=plan.paths[dispatched.path].units,
+                units=dispatched.units,
                 batch_items=dispatched.batch_items,
                 batch_units=dispatched.batch_units,
             )
-            for dispatched in rows.dispatches
-            if plan.paths[dispatched.path].units
+            for dispatched in dispatches
         ],
     )

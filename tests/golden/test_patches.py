@@ -53,5 +53,5 @@ def test_stills_and_clips_packed_together(architecture: str, patch: int, tmp_pat
     grids = [(3, 4, 6), (1, 2, 2), (2, 10, 4), (1, 18, 22)]
     for odd in (False, True):
         batch = [random_media(*grid, patch=patch, seed=i, odd=odd) for i, grid in enumerate(grids)]
-        expected = torch.cat([official_patches(tmp_path, media) for media in batch])
+        expected = torch.cat([official_patches(architecture, tmp_path, media) for media in batch])
         torch.testing.assert_close(gathered(tmp_path, batch), expected, rtol=0, atol=2e-6)

@@ -9,9 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from opticnerve_server.types import Capacity
 from oracles import Media, load_model, oracle_rows, random_media, save_model
-from towers import PATH, assert_close, exact_capacity, load_tower, poison, run_tower
+from towers import (
+    PATH,
+    assert_close,
+    assert_items_independent,
+    assert_padding_harmless,
+    exact_capacity,
+    load_tower,
+    poison,
+    run_tower,
+)
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "published-window": {"window_size": 112, "fullatt_block_indexes": [1, 3]},
@@ -43,21 +51,12 @@ def test_equals_transformers(checkpoint: Path, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_item_does_not_depend_on_its_batch(checkpoint: Path, dtype: str) -> None:
-    tower, batch = load_tower(checkpoint, dtype), batch_of(GRIDS)
-    alone = [run_tower(tower, [media]) for media in batch]
-    for order in (range(len(batch)), range(len(batch) - 1, -1, -1)):
-        mixed = run_tower(tower, [batch[i] for i in order]).split([batch[i].plan.tokens for i in order])
-        for i, rows in zip(order, mixed, strict=True):
-            assert_close(rows, alone[i], tower)
+    assert_items_independent(load_tower(checkpoint, dtype), batch_of(GRIDS))
 
 
 def test_padding_changes_nothing(checkpoint: Path) -> None:
     model, tower, batch = load_model(checkpoint), load_tower(checkpoint), batch_of(GRIDS[2:5])
-    expected = oracle_rows(model, checkpoint, batch)
-    exact = exact_capacity(batch)
-    for units, segments in ((1, 0), (40, 1), (333, 30)):
-        capacity = Capacity(exact.units + units, exact.items + 3, exact.segments + segments, exact.longest + 64)
-        assert_close(run_tower(tower, batch, capacity), expected, tower)
+    assert_padding_harmless(tower, batch, oracle_rows(model, checkpoint, batch))
 
 
 def test_strips_have_as_many_windows_as_a_capacity_takes(checkpoint: Path) -> None:

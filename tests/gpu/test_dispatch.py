@@ -100,7 +100,7 @@ def test_overlapping_batches_with_poison_equal_eager_ones(architecture: str, tmp
         holder.append(engine)
         replayed = rows_of(engine, calls)
         assert len(engine.batches) >= 3
-        assert {run.dispatched.outcome for batch in engine.batches for run in batch.runs} == {Outcome.HIT}
+        assert {run.outcome for batch in engine.batches for run in batch.runs} == {Outcome.HIT}
         assert all(result.failure is None for batch in engine.batches for result in batch.results)
     for mine, reference in zip(replayed, expected, strict=True):
         assert (mine.float() - reference.float()).norm() <= 2e-2 * reference.float().norm()
@@ -130,5 +130,5 @@ def test_an_image_over_the_cap_is_one_eager_forward(tmp_path) -> None:
         engine.run(items)
         (batch,) = engine.batches
         (run,) = batch.runs
-        assert run.dispatched.outcome is Outcome.MISS
+        assert run.outcome is Outcome.MISS
         assert torch.isfinite(engine.rows(items[0]).float()).all()

@@ -2,7 +2,7 @@
 
 Run as a program with the configuration as JSON; tests signal it and its children. The environment variable FAKE_ENGINE
 says how the engine behaves: "serve"; "slow": stays in CAPTURING until the file FAKE_GATE exists; "mute": sends nothing
-while that file exists; "exit:CODE" at once.
+while that file exists; "exit:CODE" at once. FAKE_FRONTEND "slow": front-ends are not ready until that file exists.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from opticnerve_server import lifecycle, messages, telemetry
 from opticnerve_server.config import Config
-from opticnerve_server.messages import Attach, EngineReady, Occupancy, PathState, PhaseChange, Stop
+from opticnerve_server.messages import Attach, EngineReady, FrontendReady, Occupancy, PathState, PhaseChange, Stop
 from opticnerve_server.processes import prepare
 from opticnerve_server.types import Layout, Phase
 
@@ -77,6 +77,9 @@ def fake_frontend(
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((host, int(port)))
         listener.listen()
+        while os.environ.get("FAKE_FRONTEND") == "slow" and not Path(os.environ["FAKE_GATE"]).exists():
+            time.sleep(0.02)
+        control.send(messages.encode(FrontendReady()))
         hello = messages.decode(engine.recv(messages.MAX_MESSAGE_BYTES))
         print(index, os.getpid(), "from engine", hello, file=told, flush=True)
         while data := control.recv(messages.MAX_MESSAGE_BYTES):

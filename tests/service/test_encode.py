@@ -320,3 +320,32 @@ async def test_bugs_leak_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest
             assert word not in text
     assert "secret of /models/secret" in caplog.text, "the log has the stack trace"
     assert request_info.request_id in str([vars(record) for record in caplog.records])
+
+
+async def test_parts_of_an_item_are_one_stream() -> None:
+    pictures = [picture(40, 64), picture(8, 8), picture(64, 24)]
+    async with serving() as server:
+        server.engine.part_rows = 7
+        request = pb.EncodeRequest(items=[raw_item(pixels) for pixels in pictures], max_chunk_bytes=256)
+        answers = await collect(server.stub.Encode(request))
+    for index, pixels in enumerate(pictures):
+        assert_ok(answers[index], pixels)
+        finished = answers[index].finished
+        assert finished is not None
+        rows = -(-pixels.shape[0] // 8) * -(-pixels.shape[1] // 8)
+        assert [dispatch.units for dispatch in finished.dispatches] == [7] * (rows // 7) + [rows % 7] * bool(rows % 7)
+
+
+async def test_the_rows_of_a_part_are_sent_before_the_next_is_done() -> None:
+    pixels = picture(40, 64)
+    async with serving() as server:
+        server.engine.part_rows, server.engine.fail_after_parts = 10, True
+        server.engine.fail = {0: Failed(0, 0, "NON_FINITE_OUTPUT", "the tower returned NaN")}
+        answers = await collect(server.stub.Encode(pb.EncodeRequest(items=[raw_item(pixels), raw_item(pixels)])))
+    broken = answers[0]
+    assert broken.started is not None
+    assert broken.finished is None
+    assert broken.data == expected_rows(pixels)[: 30 * WIDTH * 2]
+    assert broken.failed is not None
+    assert broken.failed.reason == "NON_FINITE_OUTPUT"
+    assert_ok(answers[1], pixels)

@@ -298,9 +298,9 @@ def test_an_engine_that_cannot_start_ends_the_server(start: Callable[..., Server
 
 
 def test_a_start_that_takes_too_long_ends_with_the_reason(start: Callable[..., Server], tmp_path: Path) -> None:
-    server = start(environment={"FAKE_ENGINE": "slow", "FAKE_GATE": str(tmp_path / "never")}, startup_timeout=2.0)
+    server = start(environment={"FAKE_ENGINE": "slow", "FAKE_GATE": str(tmp_path / "never")}, startup_timeout=8.0)
     assert server.exit_code() == 1
-    assert "startup_timeout = 2 s, still capturing 0 of 1 graphs" in server.event("failed")["reason"]
+    assert "startup_timeout = 8 s, still capturing 0 of 1 graphs" in server.event("failed")["reason"]
     assert_nothing_left(server)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fake_tower import FakeTower, expected
-from opticnerve_server.batcher import Batch, Batcher
+from opticnerve_server.batcher import Batch, Batcher, Part
 from opticnerve_server.dispatcher import Dispatcher, Finished
 from opticnerve_server.graphs import GraphManager, plan_capacities
 from opticnerve_server.ledger import Item, Ledger
@@ -46,7 +46,7 @@ class House:
                 self.graphs.capture(lambda *_: None, on_failure="fail")
         self.slots = torch.full((ARENA_BYTES,), 255, dtype=torch.uint8)
         self.ledger = Ledger(max_items=200, max_tokens=100_000, max_bytes=ARENA_BYTES)
-        self.batcher = Batcher(self.ledger, self.capacities)
+        self.batcher = Batcher(self.ledger, self.tower.planner, self.capacities)
         self.dispatcher = Dispatcher(
             self.tower,
             self.graphs,
@@ -92,7 +92,7 @@ class House:
         finisher.start()
         self.batcher.stop()
         while (batch := self.batcher.take(self.dispatcher.land, lambda: None)) is not None:
-            if batch.items:
+            if batch.parts:
                 self.dispatcher.run(batch)
             else:
                 self.batcher.device_free()
@@ -113,8 +113,8 @@ class House:
     def _finished(self, finished: Finished) -> None:
         self.finished.append(finished)
         for result in finished.results:
-            item = result.item
-            if result.failure is None and self.ledger.from_device(item):
+            item = result.part.item
+            if result.failure is None and self.ledger.from_device(item, result.part.plan.tokens):
                 raw = self.slots[item.slot.rows : item.slot.end].numpy()
                 dtype = {"float32": np.float32, "float16": np.float16}[item.dtype]
                 count = item.placed.tokens * 2
@@ -127,7 +127,7 @@ class House:
 
 
 def outcomes(finished: Finished) -> dict[str, Outcome]:
-    return {run.dispatched.path: run.dispatched.outcome for run in finished.runs}
+    return {run.path: run.outcome for run in finished.runs}
 
 
 def test_rows_equal_numpy_in_any_mix() -> None:
@@ -145,7 +145,7 @@ def test_a_batch_is_as_full_as_its_largest_graph() -> None:
         house.submit(8, 8)  # 4 units, 10 items: at most 8 in a batch
     house.run_all()
     assert [len(finished.results) for finished in house.finished] == [8, 2]
-    assert [run.dispatched.budget for finished in house.finished for run in finished.runs] == [32, 8]
+    assert [run.budget for finished in house.finished for run in finished.runs] == [32, 8]
 
 
 def test_a_path_without_work_is_skipped() -> None:
@@ -172,7 +172,7 @@ def test_an_item_over_the_largest_graph_runs_alone_and_eagerly() -> None:
     house.run_all()
     assert [len(finished.results) for finished in house.finished] == [1, 1, 1]
     big = house.finished[1].runs[0]
-    assert (big.dispatched.outcome, big.reason, big.dispatched.budget) == (Outcome.MISS, Reason.TOO_MANY_TOKENS, 0)
+    assert (big.outcome, big.reason, big.budget) == (Outcome.MISS, Reason.TOO_MANY_TOKENS, 0)
     assert [path for path, _ in house.tower.forwards].count("main") == 3
     for call in range(3):
         house.check(call)
@@ -189,14 +189,14 @@ def test_an_item_over_the_largest_graph_runs_alone_and_eagerly() -> None:
 def test_a_batch_beyond_every_graph_is_exactly_one_eager_forward(capacity: Capacity, reason: Reason) -> None:
     house = House(FakeTower(bands=3), capacities={"main": [capacity], "side": [Capacity(2, 8, 8, 1)]})
     items = [house.submit(16, 8), house.submit(16, 8)]
-    batch = Batch([item for item in items if house.ledger.to_device(item)])
-    for item in batch.items:
-        item.pixels_at = house.dispatcher.land(item)
+    batch = Batch([Part(item, item.placed) for item in items if house.ledger.to_device(item)])
+    for part in batch.parts:
+        part.landed_at = house.dispatcher.land(part)
     house.dispatcher.run(batch)
     house.dispatcher.stop()
     house.dispatcher.finish_forever()
     (run,) = house.finished[0].runs
-    assert (run.dispatched.outcome, run.reason) == (Outcome.MISS, reason)
+    assert (run.outcome, run.reason) == (Outcome.MISS, reason)
     assert len(house.tower.forwards) == 1
     house.check(0)
     house.check(1)
@@ -218,14 +218,14 @@ def test_expired_and_released_items_are_dropped_when_the_batch_is_taken() -> Non
     house.submit(8, 16)
     with house.batcher._changed:
         joined = house.batcher._join()
-    for item in joined:
-        item.pixels_at = house.dispatcher.land(item)
+    for part in joined:
+        part.landed_at = house.dispatcher.land(part)
     assert len(joined) == 4
     house.ledger.release(0, gone.call, 0)
     time.sleep(0.06)
     batch = house.take()
-    assert [item.call for item in batch.items] == [0, 3]
-    assert sorted(item.call for item in batch.expired) == [1, 2]
+    assert [part.item.call for part in batch.parts] == [0, 3]
+    assert sorted(part.item.call for part in batch.dropped) == [1, 2]
     house.dispatcher.run(batch)
     house.dispatcher.stop()
     house.dispatcher.finish_forever()
@@ -244,7 +244,7 @@ def test_earlier_calls_go_first_whenever_their_pixels_are_ready() -> None:
         item = house.ledger.submit(0, Submit(call, 0, plan, "float32", 1e12))
         assert item is not None
         house.batcher.put(item)
-    assert [item.call for item in house.take().items] == [0]
+    assert [part.item.call for part in house.take().parts] == [0]
 
 
 def test_float16_rows_that_overflow_fail_alone() -> None:
@@ -256,7 +256,7 @@ def test_float16_rows_that_overflow_fail_alone() -> None:
     house.submit(4, 512, dtype="float16")  # the side path sums all bytes: far over the range
     house.submit(4, 512)
     house.run_all()
-    failures = {result.item.call: result.failure for finished in house.finished for result in finished.results}
+    failures = {result.part.item.call: result.failure for finished in house.finished for result in finished.results}
     assert failures[0] is None
     assert failures[1] is None
     assert failures[3] is None
@@ -284,7 +284,7 @@ def test_nan_rows_fail_their_item_and_no_later_one() -> None:
         house.submit(8, 8)
         house.submit(12, 8)
     house.run_all()
-    failed = {result.item.call for finished in house.finished for result in finished.results if result.failure}
+    failed = {result.part.item.call for finished in house.finished for result in finished.results if result.failure}
     assert failed == {0, 3, 6}
     for call in {1, 2, 4, 5, 7, 8}:
         house.check(call)

@@ -79,6 +79,10 @@ def test_items_default_to_largest_by_smallest_and_never_exceed_units() -> None:
     )["a"]
     assert planned[-1].items == 80
     assert planned[0].items == 64
+    pinned = plan_capacities(
+        {"a": PathSpec(64, 16384, 4)}, explicit={"": (1024,)}, cap=None, max_items=None, launches_by_segments=False
+    )["a"]
+    assert [capacity.items for capacity in pinned] == [16]
 
 
 def test_two_classes_where_the_launch_costs_segments() -> None:

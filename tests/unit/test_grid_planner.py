@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +13,9 @@ import pytest
 from transformers import Qwen2VLImageProcessorPil
 
 from golden.make_pixels import PROCESSORS, synthetic_image
+from image_sizes import sizes
 from opticnerve_server.models.base import ImageItem, PathSpec, PlanError, Planner
-from opticnerve_server.models.grid import PATH, GridPlanner
+from opticnerve_server.models.grid import PATH, ClipResize, GridPlanner, StillResize
 from opticnerve_server.types import Layout, PathPlan, Span
 
 FAMILIES = ["qwen3_vl", "qwen2_5_vl"]
@@ -25,19 +26,6 @@ def planner_of(name: str) -> GridPlanner:
     return GridPlanner.from_processor(
         processor, architecture=name, layout=Layout(8, 0), patch=processor["patch_size"], merge=2, temporal_patch=2
     )
-
-
-def sizes(factor: int) -> Iterator[tuple[int, int]]:
-    """Over 2000 sizes from 1 to 8192 pixels, a tenth of them refused."""
-    random = np.random.default_rng(factor)
-    yield from random.integers(1, 8193, (700, 2)).tolist()
-    yield from np.exp2(random.uniform(0, 13, (700, 2))).astype(int).tolist()
-    half_way = [factor * k + factor // 2 + offset for k in range(12) for offset in (-1, 0, 1)]
-    yield from ((height, width) for height in half_way for width in half_way[::2])
-    for short in range(1, 41):
-        yield from ((short, 200 * short + more) for more in (-1, 0, 1))
-        yield from ((200 * short + more, short) for more in (-1, 0, 1))
-    yield from ((8192, 8192), (1, 1), (1, 8192), (8192, 1), (4096, 4096), (3584, 3584), (5000, 5000))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -150,11 +138,12 @@ def test_paths() -> None:
 @pytest.mark.parametrize(
     ("min_pixels", "max_pixels"), [(1, 1), (1, 3000), (784, 20_000), (50_000, 50_000), (784, 10**5)]
 )
-def test_no_item_exceeds_the_declared_most(min_pixels: int, max_pixels: int) -> None:
+@pytest.mark.parametrize("rule", [StillResize, ClipResize])
+def test_no_item_exceeds_the_declared_most(rule: Any, min_pixels: int, max_pixels: int) -> None:
     """Near the refused aspects, sides are rounded up beyond limits as narrow as these."""
     planner = GridPlanner(
-        architecture="a", layout=Layout(8, 0), patch=14, merge=2, temporal_patch=2, min_pixels=min_pixels,
-        max_pixels=max_pixels, mean=(0.5,) * 3, std=(0.5,) * 3,
+        architecture="a", layout=Layout(8, 0), patch=14, merge=2, temporal_patch=2, mean=(0.5,) * 3, std=(0.5,) * 3,
+        resize=rule(factor=28, min_pixels=min_pixels, max_pixels=max_pixels),
     )  # fmt: skip
     strips = [(side, math.floor(side * aspect)) for side in range(1, 200) for aspect in (1, 1.4, 20, 150, 199, 200)]
     most = max(planner.plan(ImageItem(*size)).tokens for size in strips)
@@ -162,11 +151,12 @@ def test_no_item_exceeds_the_declared_most(min_pixels: int, max_pixels: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("patch", 0), ("merge", 0), ("min_pixels", 0), ("max_pixels", 9), ("std", (0.5, 0.0, 0.5))]
+    ("field", "value"), [("patch", 0), ("merge", 0), ("temporal_patch", 0), ("fold", 0), ("std", (0.5, 0.0, 0.5))]
 )
 def test_numbers_that_make_no_sense(field: str, value: object) -> None:
-    numbers = {"patch": 14, "merge": 2, "temporal_patch": 2, "min_pixels": 10, "max_pixels": 1000}
-    arguments = {**numbers, "mean": (0.5,) * 3, "std": (0.5,) * 3, field: value}
+    numbers = {"patch": 14, "merge": 2, "temporal_patch": 2}
+    rule = StillResize(factor=28, min_pixels=10, max_pixels=1000)
+    arguments = {**numbers, "resize": rule, "mean": (0.5,) * 3, "std": (0.5,) * 3, field: value}
     with pytest.raises(ValueError, match=field):
         GridPlanner(architecture="a", layout=Layout(8, 0), **arguments)  # type: ignore[arg-type]
 
@@ -175,10 +165,11 @@ def test_planning_loads_no_torch() -> None:
     code = """
 import sys
 from opticnerve_server.models.base import ImageItem
-from opticnerve_server.models.grid import GridPlanner
+from opticnerve_server.models.grid import GridPlanner, StillResize
 from opticnerve_server.types import Layout
-planner = GridPlanner(architecture="a", layout=Layout(8, 0), patch=16, merge=2, temporal_patch=2, min_pixels=65536,
-                      max_pixels=16777216, mean=(0.5,) * 3, std=(0.5,) * 3)
+rule = StillResize(factor=32, min_pixels=65536, max_pixels=16777216)
+planner = GridPlanner(architecture="a", layout=Layout(8, 0), patch=16, merge=2, temporal_patch=2, resize=rule,
+                      mean=(0.5,) * 3, std=(0.5,) * 3)
 planner.plan(ImageItem(480, 640))
 sys.exit("torch" in sys.modules)
 """

@@ -50,7 +50,7 @@ def test_metadata_equals_that_of_transformers(tower: Any, architecture: str, see
     grid_thw = torch.tensor(grids)
     buffers = filled(tower, architecture, grids, spare=9)
     position = vision_utils.get_vision_position_ids(grid_thw, 2)
-    cu, _ = vision_utils.get_vision_cu_seqlens(grid_thw), None
+    cu = vision_utils.get_vision_cu_seqlens(grid_thw)
     rows, frames = len(position), len(cu)
     order = torch.arange(rows // 4)
     if architecture == "qwen2_5_vl":

@@ -70,7 +70,7 @@ def test_release_frees_at_once_but_not_under_the_device() -> None:
     assert books.to_device(item)
     books.release(0, 1, 1)
     assert books.occupancy().items == 1
-    assert not books.from_device(item)
+    assert not books.from_device(item, 1)
     assert books.occupancy().items == 0
 
 
@@ -91,7 +91,7 @@ def test_a_dead_front_end_loses_its_own_items_only() -> None:
     books.to_device(running)
     assert books.disconnect(0) == 2
     assert books.occupancy().items == 3
-    books.from_device(running)
+    books.from_device(running, 1)
     assert books.occupancy().items == 2
 
 
@@ -119,11 +119,11 @@ def test_any_order_of_events_returns_everything() -> None:
             elif inside:
                 books.release(0, *inside.pop())
             elif running:
-                books.from_device(running.pop())
+                books.from_device(running.pop(), 1)
     for key in inside:
         books.release(0, *key)
     for item in running:
-        books.from_device(item)
+        books.from_device(item, 1)
     empty = books.occupancy()
     assert (empty.items, empty.tokens, empty.bytes) == (0, 0, 0)
     assert isinstance(books.reserve(0, reserve(-1, 1, nbytes=64 * ALIGNMENT)), Granted)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import Qwen2VLImageProcessorPil
 
-from opticnerve_server.models.processor import ProcessorError, ProcessorSettings, read_processor
+from opticnerve_server.models.processor import QWEN2_VL, ProcessorError, ProcessorSettings, read_processor
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 QWEN3_VL = {
@@ -43,7 +43,7 @@ SAVED_BY_A_FAST_PROCESSOR = {
 
 
 def read(processor: dict[str, Any], patch: int = 16) -> ProcessorSettings:
-    return read_processor(processor, patch=patch, merge=2, temporal_patch=2)
+    return read_processor(processor, QWEN2_VL, patch=patch, merge=2, temporal_patch=2)
 
 
 @pytest.mark.parametrize(

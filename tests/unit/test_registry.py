@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -10,15 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from safetensors import safe_open
 
 from opticnerve_server.models import registry
 from opticnerve_server.models.base import ImageItem
 from opticnerve_server.models.checkpoint import write_checkpoint
 from opticnerve_server.models.config import read_grid_config
+from opticnerve_server.models.ernie4_5_vl import Ernie45VLConfig
+from opticnerve_server.models.gemma4 import Gemma4Config
+from opticnerve_server.models.glm4v import Glm4vConfig
 from opticnerve_server.models.presets import PRESETS, PROCESSORS
 from opticnerve_server.models.qwen2_5_vl import Qwen25VLConfig
-from opticnerve_server.models.qwen3_vl import Qwen3VLConfig
+from opticnerve_server.models.qwen2_vl import Qwen2VLConfig
+from opticnerve_server.models.qwen3_vl import Qwen3VLConfig, Qwen35Config
 from opticnerve_server.models.registry import ModelError
 from opticnerve_server.types import Layout
 
@@ -29,9 +35,33 @@ PUBLISHED = {
     "qwen3-vl-8b": (27, 1152, 4304, 4096, 3),
     "qwen3-vl-32b": (27, 1152, 4304, 5120, 3),
     "qwen3-vl-30b-a3b": (27, 1152, 4304, 2048, 3),
+    "qwen3.5-0.8b": (12, 768, 3072, 1024, 0),
+    "qwen3.5-4b": (24, 1024, 4096, 2560, 0),
+    "qwen3.5-27b": (27, 1152, 4304, 5120, 0),
+    "qwen3.5-35b-a3b": (27, 1152, 4304, 2048, 0),
+    "qwen3.6-27b": (27, 1152, 4304, 5120, 0),
+    "qwen3.6-35b-a3b": (27, 1152, 4304, 2048, 0),
+    "qwen2-vl-2b": (32, 1280, 5120, 1536, 0),
     "qwen2.5-vl-3b": (32, 1280, 3420, 2048, 0),
     "qwen2.5-vl-7b": (32, 1280, 3420, 3584, 0),
     "qwen2.5-vl-32b": (32, 1280, 3456, 5120, 0),
+    "glm-4.1v-9b": (24, 1536, 13696, 4096, 0),
+    "glm-4.5v": (24, 1536, 10944, 4096, 0),
+    "ernie-4.5-vl-28b-a3b": (32, 1280, 5120, 2560, 0),
+    "gemma-4-e2b": (16, 768, 3072, 1536, 0),
+    "gemma-4-e4b": (16, 768, 3072, 2560, 0),
+    "gemma-4-26b-a4b": (27, 1152, 4304, 2816, 0),
+    "gemma-4-31b": (27, 1152, 4304, 5376, 0),
+}
+# architecture: (tokens of the largest item, of 336 x 336 pixels, of 32 x 32), from preprocessor_config.json.
+LIMITS = {
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), (16384, 100, 64)),
+    "qwen2_5_vl": (16384, 144, 4),
+    "qwen2_vl": (1280, 144, 4),
+    "glm4v": (6144, 144, 9),
+    "glm4v_moe": (7500, 144, 9),
+    "ernie4_5_vl_moe": (6177, 144, 4),
+    "gemma4": (2240, 256, 256),  # a video of 32 frames
 }
 
 
@@ -61,9 +91,10 @@ def test_every_preset_is_the_published_configuration() -> None:
         planner = registry.build_planner(source)
         assert planner.layout == Layout(output, levels)
         assert planner.architecture == source.architecture
-        assert planner.paths["default"].max_units == 16384
-        assert planner.plan(ImageItem(336, 336)).tokens == (144 if "2.5" in name else 100)
-        assert planner.plan(ImageItem(32, 32)).tokens == (4 if "2.5" in name else 64)
+        largest, usual, small = LIMITS[source.architecture]
+        assert planner.paths["default"].max_units == largest
+        assert planner.plan(ImageItem(336, 336)).tokens == usual
+        assert planner.plan(ImageItem(32, 32)).tokens == small
 
 
 @pytest.mark.parametrize(
@@ -100,7 +131,7 @@ def test_a_written_checkpoint_loads_and_repeats(architecture: str, tmp_path: Pat
         assert loaded.reasons.keys() == {"device", "dtype", "attention_backend"}
         assert all(loaded.reasons.values())
         with safe_open(tmp_path / name / "model.safetensors", framework="pt") as file:
-            assert any("visual." not in stored for stored in file.keys())  # noqa: SIM118
+            assert any("embed_tokens" in stored for stored in file.keys())  # noqa: SIM118
     assert digests[0] == digests[1] != digests[2]
 
 
@@ -152,8 +183,68 @@ def test_class_defaults_and_old_keys() -> None:
     assert read_grid_config(Qwen25VLConfig, {"vision_config": old}) == Qwen25VLConfig(hidden_size=1280)
     default = read_grid_config(Qwen3VLConfig, {"vision_config": {}})
     assert (default.depth, default.head_dim, default.deepstack_visual_indexes) == (27, 72, (8, 16, 24))
-    rope = {"rope_parameters": {"rope_type": "axial", "rope_theta": 500}}
-    assert read_grid_config(Qwen3VLConfig, {"vision_config": rope}).rope_theta == 500.0
+    for rope_type in ("axial", "default"):
+        rope = {"rope_parameters": {"rope_type": rope_type, "rope_theta": 500}}
+        assert read_grid_config(Qwen3VLConfig, {"vision_config": rope}).rope_theta == 500.0
+
+
+# Class, its counterpart in transformers, and the fields that this has not.
+CONFIGS = [
+    (Qwen3VLConfig, hf.Qwen3VLVisionConfig, ()),
+    (Qwen35Config, hf.Qwen3_5VisionConfig, ("deepstack_visual_indexes",)),
+    (Qwen2VLConfig, hf.Qwen2VLVisionConfig, ()),
+    (Qwen25VLConfig, hf.Qwen2_5_VLVisionConfig, ()),
+    (Glm4vConfig, hf.Glm4vVisionConfig, ()),
+    (Ernie45VLConfig, hf.Ernie4_5_VLMoeVisionConfig, ("temporal_patch_size",)),
+    (Gemma4Config, hf.Gemma4VisionConfig, ("temporal_patch_size", "in_channels")),
+]
+
+
+@pytest.mark.parametrize(("config", "official", "absent"), CONFIGS, ids=lambda value: getattr(value, "__name__", ""))
+def test_class_defaults_are_those_of_transformers(config: Any, official: Any, absent: tuple[str, ...]) -> None:
+    parsed, reference = read_grid_config(config, {"vision_config": {}, "text_config": {"hidden_size": 64}}), official()
+    for field in dataclasses.fields(config):
+        section, _, key = config.key(field.name).partition(".")
+        if field.name in absent or section == "text_config":
+            continue
+        expected = reference.rope_parameters["rope_theta"] if key == "rope_theta" else getattr(reference, key)
+        assert getattr(parsed, field.name) == expected, key
+
+
+def test_keys_of_other_names_and_sections() -> None:
+    file = {"vision_config": {"embed_dim": 64, "hidden_size": 96, "num_heads": 4, "in_chans": 3, "mlp_ratio": 2}}
+    read = read_grid_config(Qwen2VLConfig, file)
+    assert (read.hidden_size, read.out_hidden_size, read.intermediate_size, read.head_dim) == (64, 96, 128, 16)
+    with pytest.raises(ModelError, match=r"vision_config\.embed_dim 60 over num_heads 16"):
+        read_grid_config(Qwen2VLConfig, {"vision_config": {"embed_dim": 60}})
+    with pytest.raises(ModelError, match=r"no text_config\.hidden_size"):
+        read_grid_config(Gemma4Config, {"vision_config": {}, "text_config": {}})
+    with pytest.raises(ModelError, match=r"text_config\.rms_norm_eps is 'small', must be float"):
+        read_grid_config(Ernie45VLConfig, {"vision_config": {}, "rms_norm_eps": "small"})
+
+
+@pytest.mark.parametrize(
+    ("config", "vision", "match"),
+    [
+        (Qwen35Config, {"deepstack_visual_indexes": [1]}, r"deepstack_visual_indexes is \[1\], this family has none"),
+        (Glm4vConfig, {"image_size": 13}, r"image_size 13 is below a patch of 14"),
+        (Glm4vConfig, {"attention_bias": 1}, r"attention_bias is 1, must be bool"),
+        (Ernie45VLConfig, {"temporal_merge_size": 4}, r"temporal_merge_size is 4, this family's is 2"),
+        (Ernie45VLConfig, {"temporal_patch_size": 2}, r"temporal_patch_size is 2, this family's is 1"),
+        (
+            Gemma4Config,
+            {"num_key_value_heads": 4},
+            r"num_key_value_heads is 4, only that of num_attention_heads \(12\)",
+        ),
+        (Gemma4Config, {"head_dim": 66}, r"head_dim is 66, must be a multiple of 4"),
+        (Gemma4Config, {"hidden_activation": "relu"}, r"hidden_activation is 'relu'"),
+        (Gemma4Config, {"num_hidden_layers": 0}, r"num_hidden_layers is 0, must be at least 1"),
+        (Gemma4Config, {"temporal_patch_size": 2}, r"temporal_patch_size is 2, this family's is 1"),
+    ],
+)
+def test_configurations_that_no_tower_of_a_family_has(config: Any, vision: dict[str, Any], match: str) -> None:
+    with pytest.raises(ModelError, match=match):
+        read_grid_config(config, {"vision_config": vision, "text_config": {"hidden_size": 64}})
 
 
 @pytest.mark.parametrize(

@@ -820,7 +820,9 @@ class ItemFinished(google.protobuf.message.Message):
 
     @property
     def dispatches(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PathDispatch]:
-        """How each path of the item was run, the paths that had no work left out."""
+        """How each path of the item was run, the paths that had no work left out; an item that ran as several parts has them
+        for each part, in order.
+        """
 
     def __init__(
         self,
@@ -837,7 +839,9 @@ global___ItemFinished = ItemFinished
 
 @typing.final
 class StageDurations(google.protobuf.message.Message):
-    """StageDurations are wall-clock times of one item."""
+    """StageDurations are wall-clock times of one item; they add up to the time from its arrival to its last chunk. Of an item
+    that ran as several parts queue, execute and copy are those of the first, and the others run under stream.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -869,7 +873,7 @@ class StageDurations(google.protobuf.message.Message):
 
     @property
     def stream(self) -> google.protobuf.duration_pb2.Duration:
-        """From rows in the slot to the last chunk taken by the transport."""
+        """From the first rows in the slot to the last chunk taken by the transport."""
 
     def __init__(
         self,
@@ -905,7 +909,7 @@ class PathDispatch(google.protobuf.message.Message):
     budget: builtins.int
     """Units of the captured budget; 0 when eager."""
     units: builtins.int
-    """Units of this item."""
+    """Units of this item, or of this part of it."""
     batch_items: builtins.int
     """Items that shared the dispatch."""
     batch_units: builtins.int

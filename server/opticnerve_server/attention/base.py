@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Protocol
 
 import torch
@@ -42,5 +43,11 @@ class AttentionBackend(Protocol):
 
 def zero_tail(rows: torch.Tensor, cu: torch.Tensor) -> torch.Tensor:
     """`rows` [n, heads, head_dim] with zeros behind the last segment of `cu`; selected, as 0 x NaN would be NaN."""
-    tail = torch.arange(rows.shape[0], dtype=cu.dtype, device=cu.device) >= cu[-1]
+    tail = _row_numbers(rows.shape[0], cu.device) >= cu[-1]
     return rows.masked_fill(tail[:, None, None], 0)
+
+
+@functools.lru_cache(maxsize=256)
+def _row_numbers(rows: int, device: torch.device) -> torch.Tensor:
+    """0 to rows - 1, int32: made once, not by a kernel of every layer."""
+    return torch.arange(rows, dtype=torch.int32, device=device)

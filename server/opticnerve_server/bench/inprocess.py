@@ -42,7 +42,7 @@ class InProcessEngine:
         self.tower = tower
         self.slots = torch.empty(slot_bytes, dtype=torch.uint8, pin_memory=tower.device.type == "cuda")
         self.ledger = Ledger(max_items=1 << 16, max_tokens=1 << 30, max_bytes=slot_bytes)
-        self.batcher = Batcher(self.ledger, capacities)
+        self.batcher = Batcher(self.ledger, tower.planner, capacities)
         self._on_computed = on_computed
         self.dispatcher = Dispatcher(
             tower,
@@ -56,7 +56,7 @@ class InProcessEngine:
         self.batches: list[Finished] = []
         self.error: BaseException | None = None
         self._calls = 0
-        self._waiting: set[int] = set()
+        self._waiting = 0  # rows
         self._done = threading.Condition()
         self._threads = [
             threading.Thread(target=self._device_forever), threading.Thread(target=self.dispatcher.finish_forever)
@@ -89,7 +89,7 @@ class InProcessEngine:
 
     def run(self, items: Sequence[Item]) -> float:
         """Run placed items as one call; returns the seconds until all rows are in the slots."""
-        self._waiting = {id(item) for item in items}
+        self._waiting = sum(item.placed.tokens for item in items)
         started = time.perf_counter()
         with self.batcher._changed:  # all at once, so that they meet in as few batches as fit
             for item in items:
@@ -117,7 +117,7 @@ class InProcessEngine:
     def _device_forever(self) -> None:
         try:
             while (batch := self.batcher.take(self.dispatcher.land, lambda: None)) is not None:
-                if batch.items:
+                if batch.parts:
                     self.dispatcher.run(batch)
                 else:
                     self.batcher.device_free()
@@ -135,7 +135,7 @@ class InProcessEngine:
     def _finished(self, finished: Finished) -> None:
         self.batches.append(finished)
         for result in finished.results:
-            self.ledger.from_device(result.item)
+            self.ledger.from_device(result.part.item, result.part.plan.tokens)
         with self._done:
-            self._waiting -= {id(result.item) for result in finished.results}
+            self._waiting -= sum(result.part.plan.tokens for result in finished.results)
             self._done.notify_all()

@@ -71,11 +71,13 @@ def build(model: str, device: torch.device, dtype: torch.dtype, backend: str) ->
 
 def reference(source: Any, tensors: RecordingTensors) -> Callable[..., torch.Tensor]:
     """The vision model of transformers with the same weights: (pixel_values, grid_thw) to rows [tokens, width]."""
-    from transformers import AutoConfig, AutoModel
+    from transformers import AutoConfig, AutoModelForImageTextToText
 
-    config = AutoConfig.for_model(**source.config).vision_config
+    config = AutoConfig.for_model(**source.config)
+    with torch.device("meta"):  # the whole model without its memory, to learn the class of its tower
+        cls = type(AutoModelForImageTextToText.from_config(config).model.visual)  # type: ignore[no-untyped-call]
     with torch.device(tensors.device):
-        model = AutoModel.from_config(config, attn_implementation="sdpa")  # type: ignore[no-untyped-call]
+        model = cls._from_config(config.vision_config, attn_implementation="sdpa")
     # Cast parameters one by one: `model.to(dtype)` would round the float32 rope frequencies as well.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(tensors.dtype)
@@ -128,7 +130,7 @@ def measure(engine: InProcessEngine, sides: Sequence[int], repeats: int) -> tupl
         "ms": round(median, 3),
         "p99": round(p99, 3),
         "device_ms": round(statistics.median(b.execute_s for b in engine.batches) * 1e3, 3),
-        "budget": finished.runs[0].dispatched.budget,
+        "budget": finished.runs[0].budget,
         "dispatches": len(engine.batches) / (repeats + 2),
     }
     rows = torch.cat([engine.rows(item) for item in items])

@@ -14,7 +14,7 @@ How the hard cases fit, checked on paper before this was written:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -98,6 +98,14 @@ class Planner(Protocol):
 
     def plan(self, item: ImageItem | VideoItem) -> ItemPlan:
         """Pure arithmetic: the same result as the official processor's for every size. Raises PlanError."""
+        ...
+
+    def split(self, plan: ItemPlan, holds: Callable[[ItemPlan], bool]) -> list[ItemPlan]:
+        """The parts of an item that is too large for one batch: as few as possible, each one that `holds` takes.
+
+        Parts are contiguous runs of whole segments, in order; their pixels and rows follow each other as those of the
+        item do. [plan] where it holds, or cannot be cut.
+        """
         ...
 
     def fill_pixels(

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from .. import attention
 from . import registry
 from .presets import PROCESSORS
-from .weights import DummyTensors
+from .weights import MODEL, DummyTensors, stored_name
 
 _VISION: dict[str, dict[str, Any]] = {
     "qwen3_vl": {
@@ -24,6 +24,7 @@ _VISION: dict[str, dict[str, Any]] = {
         "num_position_embeddings": 256,
         "deepstack_visual_indexes": [0, 2],
     },
+    "qwen2_vl": {"depth": 4, "embed_dim": 96, "hidden_size": 128, "num_heads": 4, "mlp_ratio": 2},
     "qwen2_5_vl": {
         "depth": 4,
         "hidden_size": 96,
@@ -34,14 +35,34 @@ _VISION: dict[str, dict[str, Any]] = {
         "fullatt_block_indexes": [1, 3],
     },
 }
-_VISION["qwen3_vl_moe"] = _VISION["qwen3_vl"]
-
-_LANGUAGE = {
-    "qwen3_vl": ("model.visual.", "model.language_model.embed_tokens.weight"),
-    "qwen3_vl_moe": ("model.visual.", "model.language_model.embed_tokens.weight"),
-    "qwen2_5_vl": ("visual.", "model.embed_tokens.weight"),
+_VISION["glm4v"] = _VISION["glm46v"] = _VISION["glm4v_moe"] = {
+    "depth": 3,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_heads": 4,
+    "out_hidden_size": 128,
+    "image_size": 224,
 }
-"""By architecture: the tower's prefix in published files, and the name of a tensor of the language model."""
+_VISION["ernie4_5_vl_moe"] = {"depth": 3, "hidden_size": 96, "intermediate_size": 200, "num_heads": 4}
+_VISION["gemma4"] = {
+    "num_hidden_layers": 3,
+    "hidden_size": 96,
+    "intermediate_size": 200,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 24,
+    "position_embedding_size": 2048,
+    "use_clipped_linears": True,
+    "standardize": True,
+}
+_VISION["qwen3_vl_moe"] = _VISION["qwen3_vl"]
+_VISION["qwen3_5"] = _VISION["qwen3_5_moe"] = {**_VISION["qwen3_vl"], "deepstack_visual_indexes": []}
+
+_TEXT = {"hidden_size": 128}
+"""The language model's configuration, for the towers whose rows are as wide."""
+
+_BARE = {"qwen2_vl": ("visual.",), "qwen2_5_vl": ("visual.",), "ernie4_5_vl_moe": ("vision_model.",)}
+"""Prefixes that published files do not put "model." before, by architecture."""
 
 _VOCABULARY = 16
 
@@ -73,15 +94,21 @@ def write_checkpoint(architecture: str, directory: Path, seed: int = 0) -> None:
         "architectures": names,
         "model_type": architecture,
         "vision_config": _VISION[architecture],
+        "text_config": _TEXT,
     }
     source = registry.ModelSource(directory.name, architecture, config, PROCESSORS[architecture], directory)
     tensors = _Recorder(seed)
     backend, _ = attention.resolve("sdpa", tensors.device, tensors.dtype, head_dim=0)
     tower_class = registry.tower_class(architecture)
-    tower_class(tower_class.read_config(config), registry.build_planner(source), tensors, backend)
-    prefix, language = _LANGUAGE[architecture]
-    stored = {prefix + name: tensor for name, tensor in tensors.taken.items()}
-    stored[language] = tensors.take(language, _VOCABULARY, config["vision_config"]["out_hidden_size"])
+    parsed = tower_class.read_config(config)
+    tower_class(parsed, registry.build_planner(source), tensors, backend)
+    bare = _BARE.get(architecture, ())
+    stored = {}
+    for name, tensor in tensors.taken.items():
+        published = stored_name(name, tower_class.prefixes)
+        stored[published if published.startswith(bare) else MODEL + published] = tensor
+    language = "model.embed_tokens.weight" if bare else "model.language_model.embed_tokens.weight"
+    stored[language] = tensors.take(language, _VOCABULARY, parsed.out_hidden_size)
     directory.mkdir(parents=True, exist_ok=True)
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
     for file, content in (("config.json", config), ("preprocessor_config.json", PROCESSORS[architecture])):

@@ -19,7 +19,8 @@ import torch
 from ..types import Capacity, ItemPlan, Layout
 from .base import PIXELS, BufferSpec
 from .config import GridConfig, read_grid_config
-from .grid import GridPlanner
+from .grid import ClipResize, GridPlanner, StillResize
+from .processor import QWEN2_VL, ProcessorClass
 from .weights import TensorSource
 
 Array = npt.NDArray[np.generic]
@@ -63,6 +64,12 @@ class GridTower(ABC):
     """Base of the towers with one path over (t, h, w) grids; see `base.Tower`. Subclasses add to `frame`."""
 
     config_class: ClassVar[type[GridConfig]]
+    processor_class: ClassVar[ProcessorClass] = QWEN2_VL
+    resize_rule: ClassVar[type[StillResize | ClipResize]] = StillResize
+    fold: ClassVar[int] = 1
+    """Temporal groups of a video that share their tokens."""
+    prefixes: ClassVar[Mapping[str, str]] = {"visual.": ""}
+    """See `weights.open_tensors`."""
     constant_rows: torch.Tensor | None = None
 
     row_buffers: Mapping[str, BufferSpec]
@@ -95,6 +102,9 @@ class GridTower(ABC):
             patch=config.patch_size,
             merge=config.spatial_merge_size,
             temporal_patch=config.temporal_patch_size,
+            kind=cls.processor_class,
+            fold=cls.fold,
+            resize_rule=cls.resize_rule,
         )
 
     @abstractmethod

@@ -5,6 +5,7 @@ Shapes in names: r rows (patches), n tokens, h heads, d head size. Weights stay 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
@@ -26,8 +27,9 @@ class Linear:
     bias: torch.Tensor | None
 
     @classmethod
-    def take(cls, source: TensorSource, name: str, inputs: int, outputs: int) -> Self:
-        return cls(source.take(f"{name}.weight", outputs, inputs), source.take(f"{name}.bias", outputs))
+    def take(cls, source: TensorSource, name: str, inputs: int, outputs: int, *, bias: bool = True) -> Self:
+        weight = source.take(f"{name}.weight", outputs, inputs)
+        return cls(weight, source.take(f"{name}.bias", outputs) if bias else None)
 
     def padded(self, *, inputs: int = 0, outputs: int = 0) -> Self:
         """The same layer with zero weights and biases up to these sizes."""
@@ -48,8 +50,8 @@ class LayerNorm:
     eps: float = 1e-6
 
     @classmethod
-    def take(cls, source: TensorSource, name: str, size: int) -> Self:
-        return cls(source.take(f"{name}.weight", size), source.take(f"{name}.bias", size))
+    def take(cls, source: TensorSource, name: str, size: int, eps: float = 1e-6) -> Self:
+        return cls(source.take(f"{name}.weight", size), source.take(f"{name}.bias", size), eps)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
@@ -63,8 +65,8 @@ class RMSNorm:
     eps: float = 1e-6
 
     @classmethod
-    def take(cls, source: TensorSource, name: str, size: int) -> Self:
-        return cls(source.take(f"{name}.weight", size))
+    def take(cls, source: TensorSource, name: str, size: int, eps: float = 1e-6) -> Self:
+        return cls(source.take(f"{name}.weight", size), eps)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x32 = x.float()
@@ -84,17 +86,28 @@ class Rope:
         frequencies = 1.0 / (theta ** (torch.arange(0, half, 2, dtype=torch.float32) / half))
         self.frequencies = frequencies.to(device)
 
-    def angles(self, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines, float32 [rows, 1, 1, head_dim / 2], of `position` int32 [rows, 2] (row, column)."""
+    def turns(self, position: torch.Tensor) -> torch.Tensor:
+        """Unit complex numbers, complex64 [rows, 1, 1, head_dim / 2], of `position` int32 [rows, 2] (row, column)."""
         angles = (position.float().unsqueeze(-1) * self.frequencies).flatten(1)[:, None, None, :]
-        return angles.cos(), angles.sin()
+        return torch.polar(torch.ones_like(angles), angles)
 
 
-def rotate(x_rkhd: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Turn the first half of each head against its second, in float32, and round back to x's dtype."""
-    cos, sin = angles
-    first, second = x_rkhd.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_rkhd.dtype)
+def rotate(x_rkhd: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    """Turn each pair of neighbouring numbers of a head, in float32, and round back to x's dtype.
+
+    One complex product, where halves that turn against each other would take a dozen kernels.
+    """
+    pairs = torch.view_as_complex(x_rkhd.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turns).flatten(-2).to(x_rkhd.dtype)
+
+
+def paired(x_h: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows [heads x head_dim, ...] of a projection, where a head's halves turn against each other, as `rotate` wants.
+
+    Attention does not see the order of the numbers within a head, as long as it is that of q and of k.
+    """
+    halves = x_h.view(heads, 2, -1, *x_h.shape[1:])
+    return halves.transpose(1, 2).reshape(x_h.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,21 +128,39 @@ class SelfAttention:
     backend: AttentionBackend
 
     @classmethod
-    def take(cls, source: TensorSource, name: str, width: int, heads: int, backend: AttentionBackend) -> Self:
-        qkv = Linear.take(source, f"{name}.qkv", width, 3 * width)
-        return cls(qkv, Linear.take(source, f"{name}.proj", width, width), heads, backend)
+    def take(
+        cls,
+        source: TensorSource,
+        name: str,
+        width: int,
+        heads: int,
+        backend: AttentionBackend,
+        *,
+        qkv_bias: bool = True,
+        proj_bias: bool = True,
+    ) -> Self:
+        stored = Linear.take(source, f"{name}.qkv", width, 3 * width, bias=qkv_bias)
+        qkv = Linear(
+            _qk_paired(stored.weight, heads), stored.bias if stored.bias is None else _qk_paired(stored.bias, heads)
+        )
+        return cls(qkv, Linear.take(source, f"{name}.proj", width, width, bias=proj_bias), heads, backend)
 
-    def __call__(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], segments: Segments) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, turns: torch.Tensor, segments: Segments) -> torch.Tensor:
         rows = x.shape[0]
         qkv_r3hd = self.qkv(x).view(rows, 3, self.heads, -1)
-        q, k = rotate(qkv_r3hd[:, :2], angles).unbind(1)
+        q, k = rotate(qkv_r3hd[:, :2], turns).unbind(1)
         cu, longest = segments.cu, segments.longest
         attended = self.backend.attend(q, k, qkv_r3hd[:, 2], cu, cu, longest, longest, rows)
         return self.proj(attended.flatten(1))
 
 
-class PatchEmbed:
-    """From packed uint8 images to embedded patches [rows, width].
+def _qk_paired(qkv: torch.Tensor, heads: int) -> torch.Tensor:
+    q, k, v = qkv.chunk(3)
+    return torch.cat([paired(q, heads), paired(k, heads), v])
+
+
+class PatchGather:
+    """From packed uint8 images to their patches.
 
     `pixels` holds the resized images, uint8 RGB rows from the top, one behind another: a still's frame once, a video's
     frames one behind another. It is read in lines of patch x 3 bytes, what one patch has of one image row: widths are
@@ -137,27 +168,43 @@ class PatchEmbed:
     line of a patch in each of its frames (a still repeats its one), `stride` int32 [rows] the lines of an image row.
     """
 
-    def __init__(self, source: TensorSource, planner: GridPlanner, width: int, *, bias: bool) -> None:
-        self.patch = planner.patch
-        shape = (width, 3, planner.temporal_patch, self.patch, self.patch)
-        weight = source.take("patch_embed.proj.weight", *shape)
+    def __init__(self, patch: int, device: torch.device) -> None:
+        self.patch = patch
+        self.lines = torch.arange(patch, dtype=torch.int32, device=device)
+
+    def __call__(self, buffers: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Levels 0 to 255, float32 [rows, temporal_patch, patch, patch, 3]."""
+        origin, stride = buffers["origin"], buffers["stride"]
+        lines = origin[:, :, None] + stride[:, None, None] * self.lines
+        gathered = buffers[PIXELS].view(-1, self.patch * 3).index_select(0, lines.flatten())
+        return gathered.view(*origin.shape, self.patch, self.patch, 3).float()
+
+
+class PatchEmbed:
+    """From packed uint8 images to embedded patches [rows, width], by a convolution whose stride is its kernel.
+
+    `flat` if the file has it as a linear layer [width, 3 x temporal_patch x patch x patch] over the same order.
+    """
+
+    def __init__(
+        self, source: TensorSource, planner: GridPlanner, width: int, *, bias: bool, flat: bool = False
+    ) -> None:
+        self.gather = PatchGather(planner.patch, source.device)
+        kernel = (3, planner.temporal_patch, planner.patch, planner.patch)
+        shape = (math.prod(kernel),) if flat else kernel
+        weight = source.take("patch_embed.proj.weight", width, *shape).view(width, *kernel)
         # Stored as (channel, frame, row, column); gathered as (frame, row, column, channel).
         ordered = weight.permute(0, 2, 3, 4, 1).reshape(width, -1).contiguous()
         self.proj = Linear(ordered, source.take("patch_embed.proj.bias", width) if bias else None)
         self.mean = torch.tensor(planner.mean, device=source.device) * 255
         self.std = torch.tensor(planner.std, device=source.device) * 255
-        self.lines = torch.arange(self.patch, dtype=torch.int32, device=source.device)
 
     def patches(self, buffers: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Normalised patches, float32 [rows, temporal_patch, patch, patch, 3].
 
         (x - 255 mean) / (255 std), the arithmetic of the torchvision-backed processors: bit-equal to theirs.
         """
-        origin, stride = buffers["origin"], buffers["stride"]
-        lines = origin[:, :, None] + stride[:, None, None] * self.lines
-        gathered = buffers[PIXELS].view(-1, self.patch * 3).index_select(0, lines.flatten())
-        pixels = gathered.view(*origin.shape, self.patch, self.patch, 3).float()
-        return (pixels - self.mean) / self.std
+        return (self.gather(buffers) - self.mean) / self.std
 
     def __call__(self, buffers: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return self.proj(self.patches(buffers).flatten(1).to(self.proj.weight.dtype))

@@ -1,7 +1,8 @@
 """Published configurations, for use without their weights.
 
-`PROCESSORS` are the published image processors by architecture, whose limits differ from transformers' class defaults.
-Evidence for the numbers: the models' config.json and preprocessor_config.json.
+`PROCESSORS` are the published image processors by architecture, whose limits may differ from transformers' class
+defaults. Evidence for the numbers: the models' config.json and preprocessor_config.json. A size is here only if its
+numbers were seen; where no published limits were, the processor is that of the class defaults.
 """
 
 from __future__ import annotations
@@ -29,15 +30,69 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "image_std": [0.26862954, 0.26130258, 0.27577711],
     },
 }
-PROCESSORS["qwen3_vl_moe"] = PROCESSORS["qwen3_vl"]
+_CLIP = {
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+PROCESSORS["glm4v"] = {
+    **_CLIP,
+    "image_processor_type": "Glm4vImageProcessor",
+    "size": {"shortest_edge": 12544, "longest_edge": 9633792},
+}
+PROCESSORS["glm4v_moe"] = {**PROCESSORS["glm4v"], "size": {"shortest_edge": 12544, "longest_edge": 11760000}}
+PROCESSORS["glm46v"] = {**PROCESSORS["glm4v_moe"], "image_processor_type": "Glm46VImageProcessor"}
+PROCESSORS["ernie4_5_vl_moe"] = {
+    **_CLIP,
+    "temporal_patch_size": 1,
+    "image_processor_type": "Ernie4_5_VLMoeImageProcessor",
+    "size": {"shortest_edge": 3136, "longest_edge": 4842768},
+}
+PROCESSORS["gemma4"] = {
+    "image_processor_type": "Gemma4ImageProcessor",
+    "do_normalize": False,
+    "patch_size": 16,
+    "pooling_kernel_size": 3,
+    "max_soft_tokens": 280,
+}
+PROCESSORS["qwen2_vl"] = {**PROCESSORS["qwen2_5_vl"], "max_pixels": 1003520}
+for _same in ("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"):
+    PROCESSORS[_same] = PROCESSORS["qwen3_vl"]
+
+VIDEO_PROCESSORS: dict[str, dict[str, Any]] = {
+    "qwen3_vl": {
+        "video_processor_type": "Qwen3VLVideoProcessor",
+        "size": {"shortest_edge": 4096, "longest_edge": 25165824},
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    },
+    "qwen2_5_vl": PROCESSORS["qwen2_5_vl"],  # published without a file of its own: images and videos share the limits
+    "glm4v": {"video_processor_type": "Glm4vVideoProcessor"},
+    "glm46v": {"video_processor_type": "Glm46VVideoProcessor"},
+    "ernie4_5_vl_moe": {"video_processor_type": "Ernie4_5_VLMoeVideoProcessor"},
+    "gemma4": {"video_processor_type": "Gemma4VideoProcessor"},
+}
+"""The published video processors by architecture."""
+for _same, _as in (
+    ("qwen2_vl", "qwen2_5_vl"), ("qwen3_vl_moe", "qwen3_vl"), ("qwen3_5", "qwen3_vl"), ("qwen3_5_moe", "qwen3_vl"),
+    ("glm4v_moe", "glm4v"),
+):  # fmt: skip
+    VIDEO_PROCESSORS[_same] = VIDEO_PROCESSORS[_as]
 
 
-def _qwen3_vl(depth: int, hidden: int, intermediate: int, out: int, deepstack: list[int]) -> dict[str, Any]:
+def _qwen3_vl(
+    depth: int, hidden: int, intermediate: int, out: int, deepstack: list[int], heads: int = 16
+) -> dict[str, Any]:
     return {
         "depth": depth,
         "hidden_size": hidden,
         "intermediate_size": intermediate,
-        "num_heads": 16,
+        "num_heads": heads,
         "out_hidden_size": out,
         "deepstack_visual_indexes": deepstack,
         "num_position_embeddings": 2304,
@@ -66,8 +121,62 @@ def _qwen2_5_vl(intermediate: int, out: int) -> dict[str, Any]:
     }
 
 
-def _config(architecture: str, vision_config: dict[str, Any]) -> dict[str, Any]:
-    return {"model_type": architecture, "vision_config": vision_config}
+def _glm4v(intermediate: int) -> dict[str, Any]:
+    return {
+        "depth": 24,
+        "hidden_size": 1536,
+        "intermediate_size": intermediate,
+        "num_heads": 12,
+        "out_hidden_size": 4096,
+        "image_size": 336,
+        "attention_bias": False,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "in_channels": 3,
+    }
+
+
+def _gemma4(layers: int, hidden: int, intermediate: int, heads: int, head_dim: int, *, small: bool) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": head_dim,
+        "use_clipped_linears": small,
+        "standardize": not small,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "patch_size": 16,
+        "pooling_kernel_size": 3,
+        "position_embedding_size": 10240,
+        "rms_norm_eps": 1e-6,
+    }
+
+
+_GEMMA4_SMALL = _gemma4(16, 768, 3072, 12, 64, small=True)
+_GEMMA4_LARGE = _gemma4(27, 1152, 4304, 16, 72, small=False)
+
+_ERNIE = {
+    "depth": 32,
+    "hidden_size": 1280,
+    "intermediate_size": 5120,
+    "num_heads": 16,
+    "hidden_act": "quick_gelu",
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_merge_size": 2,
+    "in_channels": 3,
+}
+
+
+def _config(architecture: str, vision_config: dict[str, Any], text_hidden: int | None = None) -> dict[str, Any]:
+    """`text_hidden` where the tower's width is the language model's and not in vision_config."""
+    text = {} if text_hidden is None else {"text_config": {"hidden_size": text_hidden}}
+    return {"model_type": architecture, "vision_config": vision_config, **text}
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -76,8 +185,22 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-vl-8b": _config("qwen3_vl", _qwen3_vl(27, 1152, 4304, 4096, [8, 16, 24])),
     "qwen3-vl-32b": _config("qwen3_vl", _qwen3_vl(27, 1152, 4304, 5120, [8, 16, 24])),
     "qwen3-vl-30b-a3b": _config("qwen3_vl_moe", _qwen3_vl(27, 1152, 4304, 2048, [8, 16, 24])),
+    "qwen3.5-0.8b": _config("qwen3_5", _qwen3_vl(12, 768, 3072, 1024, [], heads=12)),
+    "qwen3.5-4b": _config("qwen3_5", _qwen3_vl(24, 1024, 4096, 2560, [])),
+    "qwen3.5-27b": _config("qwen3_5", _qwen3_vl(27, 1152, 4304, 5120, [])),
+    "qwen3.5-35b-a3b": _config("qwen3_5_moe", _qwen3_vl(27, 1152, 4304, 2048, [])),
+    "qwen3.6-27b": _config("qwen3_5", _qwen3_vl(27, 1152, 4304, 5120, [])),
+    "qwen3.6-35b-a3b": _config("qwen3_5_moe", _qwen3_vl(27, 1152, 4304, 2048, [])),
+    "qwen2-vl-2b": _config("qwen2_vl", {"hidden_size": 1536, "in_chans": 3, "spatial_patch_size": 14}),
     "qwen2.5-vl-3b": _config("qwen2_5_vl", _qwen2_5_vl(3420, 2048)),
     "qwen2.5-vl-7b": _config("qwen2_5_vl", _qwen2_5_vl(3420, 3584)),
     "qwen2.5-vl-32b": _config("qwen2_5_vl", _qwen2_5_vl(3456, 5120)),
+    "glm-4.1v-9b": _config("glm4v", _glm4v(13696)),
+    "glm-4.5v": _config("glm4v_moe", _glm4v(10944)),
+    "ernie-4.5-vl-28b-a3b": _config("ernie4_5_vl_moe", _ERNIE, 2560),
+    "gemma-4-e2b": _config("gemma4", _GEMMA4_SMALL, 1536),
+    "gemma-4-e4b": _config("gemma4", _GEMMA4_SMALL, 2560),
+    "gemma-4-26b-a4b": _config("gemma4", _GEMMA4_LARGE, 2816),
+    "gemma-4-31b": _config("gemma4", _GEMMA4_LARGE, 5376),
 }
 """config.json by preset name, the vision tower's part alone."""

@@ -82,8 +82,8 @@ class Block:
             down=Linear.take(source, f"{name}.mlp.down_proj", inner, width).padded(inputs=aligned),
         )
 
-    def __call__(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], segments: Segments) -> torch.Tensor:
-        x = x + self.attention(self.norm1(x), angles, segments)
+    def __call__(self, x: torch.Tensor, turns: torch.Tensor, segments: Segments) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x), turns, segments)
         y = self.norm2(x)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
@@ -133,12 +133,12 @@ class Qwen25VLTower(GridTower):
     def forward(self, path: str, buffers: Mapping[str, torch.Tensor], capacity: Capacity) -> torch.Tensor:
         """See `base.Tower.forward`: [units, out_hidden_size]."""
         x = self.patch_embed(buffers)
-        angles = self.rope.angles(buffers["position"])
+        turns = self.rope.turns(buffers["position"])
         window_rows = (self.window_side * self.planner.merge) ** 2
         frames = Segments(buffers["cu_frames"], capacity.longest)
         windows = Segments(buffers["cu_windows"], min(window_rows, capacity.longest))
         for i, block in enumerate(self.blocks):
-            x = block(x, angles, frames if i in self.full_layers else windows)
+            x = block(x, turns, frames if i in self.full_layers else windows)
         merged = self.merger_norm(x).view(-1, self.merged_size)
         return self.merger_fc2(F.gelu(self.merger_fc1(merged)))
 

@@ -1,6 +1,7 @@
-"""Qwen3-VL, dense and MoE: full attention within frames, an interpolated position table, DeepStack.
+"""Qwen3-VL, Qwen3.5 and Qwen3.6, dense and MoE: full attention within frames, an interpolated position table, and in
+Qwen3-VL DeepStack.
 
-Forward and numerics are those of transformers' Qwen3VLVisionModel.
+Forward and numerics are those of transformers' Qwen3VLVisionModel and Qwen3_5VisionModel.
 """
 
 from __future__ import annotations
@@ -65,6 +66,23 @@ class Qwen3VLConfig(GridConfig):
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen35Config(Qwen3VLConfig):
+    """`vision_config` with the class defaults of Qwen3_5VisionConfig, which has no DeepStack; published files name its
+    empty list of layers all the same.
+    """
+
+    deepstack_visual_indexes: tuple[int, ...] = ()
+
+    def check(self) -> None:
+        """See GridConfig."""
+        Qwen3VLConfig.check(self)
+        if self.deepstack_visual_indexes:
+            raise ModelError(
+                f"vision_config.deepstack_visual_indexes is {list(self.deepstack_visual_indexes)}, this family has none"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """Pre-norm residual attention and MLP."""
@@ -86,8 +104,8 @@ class Block:
             fc2=Linear.take(source, f"{name}.mlp.linear_fc2", inner, width),
         )
 
-    def __call__(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], segments: Segments) -> torch.Tensor:
-        x = x + self.attention(self.norm1(x), angles, segments)
+    def __call__(self, x: torch.Tensor, turns: torch.Tensor, segments: Segments) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x), turns, segments)
         return x + self.fc2(F.gelu(self.fc1(self.norm2(x)), approximate="tanh"))
 
 
@@ -153,14 +171,20 @@ class Qwen3VLTower(GridTower):
         taps, weights = buffers["taps"], buffers["weights"]
         position = F.embedding_bag(taps, self.position_table, mode="sum", per_sample_weights=weights)
         x = x + position.to(x.dtype)
-        angles = self.rope.angles(buffers["position"])
+        turns = self.rope.turns(buffers["position"])
         segments = Segments(buffers["cu_frames"], capacity.longest)
         levels = []
         for i, block in enumerate(self.blocks):
-            x = block(x, angles, segments)
+            x = block(x, turns, segments)
             if i in self.deepstack:
                 levels.append(self.deepstack[i](x))
         return torch.cat([self.merger(x), *levels], dim=-1)
+
+
+class Qwen35Tower(Qwen3VLTower):
+    """See `base.Tower`. The Qwen3-VL tower without DeepStack."""
+
+    config_class = Qwen35Config
 
 
 def _interpolation(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .base import Planner, Tower
 from .config import ModelError
-from .presets import PRESETS, PROCESSORS
+from .presets import PRESETS, PROCESSORS, VIDEO_PROCESSORS
 
 if TYPE_CHECKING:
     import torch
@@ -21,14 +22,30 @@ __all__ = ["ARCHITECTURES", "LoadedTower", "ModelError", "ModelSource", "build_p
 TOWERS = {
     "qwen3_vl": "qwen3_vl:Qwen3VLTower",
     "qwen3_vl_moe": "qwen3_vl:Qwen3VLTower",
+    "qwen3_5": "qwen3_vl:Qwen35Tower",
+    "qwen3_5_moe": "qwen3_vl:Qwen35Tower",
     "qwen2_5_vl": "qwen2_5_vl:Qwen25VLTower",
+    "qwen2_vl": "qwen2_vl:Qwen2VLTower",
+    "glm4v": "glm4v:Glm4vTower",
+    "glm46v": "glm4v:Glm4vTower",
+    "glm4v_moe": "glm4v:Glm4vTower",
+    "ernie4_5_vl_moe": "ernie4_5_vl:Ernie45VLTower",
+    "gemma4": "gemma4:Gemma4Tower",
 }
 """Tower class by architecture, which is config.json's `model_type`."""
 
 CLASSES = {
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
     "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
+    "Qwen2VLForConditionalGeneration": "qwen2_vl",
+    "Glm4vForConditionalGeneration": "glm4v",
+    "Glm46VForConditionalGeneration": "glm46v",
+    "Glm4vMoeForConditionalGeneration": "glm4v_moe",
+    "Ernie4_5_VLMoeForConditionalGeneration": "ernie4_5_vl_moe",
+    "Gemma4ForConditionalGeneration": "gemma4",
 }
 """Architecture by the class name in config.json's `architectures`, which wins over `model_type`."""
 
@@ -47,6 +64,7 @@ class ModelSource:
     config: dict[str, Any]  # config.json
     processor: dict[str, Any]  # preprocessor_config.json
     directory: Path | None
+    video_processor: dict[str, Any] | None = None  # video_preprocessor_config.json, if there
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +103,17 @@ def open_model(model: str, load_format: str) -> ModelSource:
                 "save the model's image processor there"
             )
         processor = PROCESSORS[architecture]
-    return ModelSource(directory.resolve().name, architecture, config, processor, directory)
+    video_processor = _read_video_processor(directory)
+    if video_processor is None and load_format == "dummy":
+        video_processor = VIDEO_PROCESSORS[architecture]
+    return ModelSource(directory.resolve().name, architecture, config, processor, directory, video_processor)
 
 
 def build_planner(source: ModelSource) -> Planner:
-    """The planner of a model. Raises ModelError."""
+    """The planner of a model. Raises ModelError.
+
+    Where the video processor cannot be followed, or is not there, videos are refused for that reason, and images taken.
+    """
     from .processor import ProcessorError
 
     cls = tower_class(source.architecture)
@@ -98,7 +122,7 @@ def build_planner(source: ModelSource) -> Planner:
         planner: Planner = cls.build_planner(source.architecture, config, source.processor)
     except ProcessorError as error:
         raise ModelError(f"the image processor of {source.name}: {error}") from error
-    return planner
+    return _with_clips(planner, source)
 
 
 def build_tower(
@@ -122,11 +146,29 @@ def build_tower(
     placed, device_reason = _choose_device(device)
     chosen, dtype_reason = _choose_dtype(dtype, placed)
     backend, backend_reason = attention.resolve(attention_backend, placed, chosen, config.head_dim)
-    tensors = open_tensors(source.directory, load_format=load_format, device=placed, dtype=chosen)
+    tensors = open_tensors(source.directory, cls.prefixes, load_format=load_format, device=placed, dtype=chosen)
     tower: Tower = cls(config, planner, tensors, backend)
     reasons = {"device": device_reason, "dtype": dtype_reason, "attention_backend": backend_reason}
     digest = tensors.finish()
     return LoadedTower(tower, digest, backend.name, backend.launches_by_segments, reasons, tensors.count)
+
+
+def _with_clips(planner: Planner, source: ModelSource) -> Planner:
+    """`planner` with the rule for its videos, or with the reason why it takes none."""
+    from .clip import ClipRule, NoClips
+    from .grid import GridPlanner
+    from .processor import ProcessorError
+    from .video_processor import read_clips
+
+    if not isinstance(planner, GridPlanner):
+        return planner
+    clips: ClipRule = NoClips(f"{source.name} has no video_preprocessor_config.json: send images")
+    if source.video_processor is not None:
+        try:
+            clips = read_clips(source.video_processor, planner, source.directory)
+        except ProcessorError as error:
+            clips = NoClips(f"the video processor of {source.name}: {error}; send images")
+    return dataclasses.replace(planner, clips=clips)
 
 
 def _open_preset(name: str, load_format: str) -> ModelSource:
@@ -138,7 +180,7 @@ def _open_preset(name: str, load_format: str) -> ModelSource:
         )
     config = PRESETS[name]
     architecture = config["model_type"]
-    return ModelSource(name, architecture, config, PROCESSORS[architecture], None)
+    return ModelSource(name, architecture, config, PROCESSORS[architecture], None, VIDEO_PROCESSORS[architecture])
 
 
 def _architecture(config: Mapping[str, Any], directory: Path) -> str:
@@ -162,6 +204,17 @@ def _read_processor(directory: Path) -> dict[str, Any] | None:
         if isinstance(nested, dict):
             return nested
     return _read_json(older) if older.is_file() else None
+
+
+def _read_video_processor(directory: Path) -> dict[str, Any] | None:
+    """The video processor's settings where transformers looks for them, last in the image processor's file."""
+    whole = directory / "processor_config.json"
+    if whole.is_file():
+        nested = _read_json(whole).get("video_processor")
+        if isinstance(nested, dict):
+            return nested
+    alone, image = directory / "video_preprocessor_config.json", directory / "preprocessor_config.json"
+    return next((_read_json(path) for path in (alone, image) if path.is_file()), None)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

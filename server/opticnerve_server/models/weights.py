@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,12 +17,17 @@ from safetensors import SafetensorError, safe_open
 
 from .config import ModelError
 
-PREFIXES = ("model.visual.", "visual.")
-"""The tower's tensors in a checkpoint, whatever else it holds; towers name theirs without the prefix."""
+MODEL = "model."
+"""What some checkpoints put before the names of all tensors, and others leave out."""
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 INDEX = "model.safetensors.index.json"
+
+
+def stored_name(name: str, prefixes: Mapping[str, str]) -> str:
+    """What a tower's tensor is called in a checkpoint, less MODEL."""
+    return next(prefix + name.removeprefix(own) for prefix, own in prefixes.items() if name.startswith(own))
 
 
 class TensorSource(Protocol):
@@ -44,15 +50,21 @@ class TensorSource(Protocol):
         ...
 
 
-def open_tensors(directory: Path | None, *, load_format: str, device: torch.device, dtype: torch.dtype) -> TensorSource:
-    """The source for `load_format` "safetensors", which reads `directory`, or "dummy", which reads nothing."""
+def open_tensors(
+    directory: Path | None, prefixes: Mapping[str, str], *, load_format: str, device: torch.device, dtype: torch.dtype
+) -> TensorSource:
+    """The source for `load_format` "safetensors", which reads `directory`, or "dummy", which reads nothing.
+
+    `prefixes` are what names of the tower's tensors begin with in a checkpoint, with or without MODEL before it, and
+    what the tower itself puts in its place, nothing last. All other tensors are left alone.
+    """
     if load_format == "dummy":
         return DummyTensors(device, dtype)
     if load_format != "safetensors":
         raise ModelError(f"unknown load format {load_format!r}: use safetensors or dummy")
     if directory is None:
         raise ModelError("a preset has no weights: use --load-format dummy, or --model with a checkpoint directory")
-    return CheckpointTensors(directory, device, dtype)
+    return CheckpointTensors(directory, prefixes, device, dtype)
 
 
 class CheckpointTensors:
@@ -61,27 +73,29 @@ class CheckpointTensors:
     With an index only the shards that it names for the tower are opened; without one, the header of every file is read.
     """
 
-    def __init__(self, directory: Path, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, directory: Path, prefixes: Mapping[str, str], device: torch.device, dtype: torch.dtype) -> None:
         """Find the tensors; reads no weights yet. Raises ModelError."""
         self.device, self.dtype = device, dtype
         self.directory = directory
+        self._prefixes = prefixes
         self._files: dict[Path, Any] = {}  # open memory maps
         self._left: dict[str, tuple[str, Path]] = {}  # by the tower's name: name in the file, file
         self._digests: dict[str, str] = {}
         for stored, path in self._list():
-            name = next((stored.removeprefix(prefix) for prefix in PREFIXES if stored.startswith(prefix)), None)
+            name = self._name(stored)
             if name is None:
                 continue
             if name in self._left:
                 raise ModelError(f"{directory}: both {self._left[name][0]} and {stored} are there; keep one of them")
             self._left[name] = (stored, path)
         if not self._left:
-            raise ModelError(f"{directory}: no tensor begins with {' or '.join(PREFIXES)}: there is no vision tower")
+            raise ModelError(f"{directory}: no tensor begins with {' or '.join(prefixes)}: there is no vision tower")
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """See `TensorSource.take`. Fails by name on a missing or misshapen tensor, and on one that is not floating."""
         if name not in self._left:
-            raise ModelError(f"{self.directory}: tensor {PREFIXES[0]}{name} is missing, expected shape {list(shape)}")
+            stored = stored_name(name, self._prefixes)
+            raise ModelError(f"{self.directory}: tensor {stored} is missing, expected shape {list(shape)}")
         stored, path = self._left.pop(name)
         try:
             tensor: torch.Tensor = self._open(path).get_tensor(stored)
@@ -112,6 +126,11 @@ class CheckpointTensors:
                 f" ({len(self._left)} such tensors): config.json and the weights do not belong together"
             )
         return _combine(self._digests)
+
+    def _name(self, stored: str) -> str | None:
+        """The tower's name of a stored tensor; None if it is not the tower's."""
+        bare = stored.removeprefix(MODEL)
+        return next((own + bare.removeprefix(p) for p, own in self._prefixes.items() if bare.startswith(p)), None)
 
     def _list(self) -> list[tuple[str, Path]]:
         """Every tensor of the checkpoint and its file."""
@@ -155,7 +174,9 @@ class DummyTensors:
         noise = torch.randn(shape, generator=self._generator, device=self.device, dtype=self.dtype)
         if len(shape) > 1:
             return noise.div_(math.sqrt(math.prod(shape[1:])))
-        return noise.mul_(0.1).add_(1) if name.endswith(".weight") else noise.mul_(0.02)
+        if name.endswith(("_min", "_max")):  # bounds, which clip a few numbers in a hundred
+            return noise.mul_(0.1).add_(2).mul_(-1 if name.endswith("_min") else 1)
+        return noise.mul_(0.1).add_(1) if name.endswith((".weight", "_scale")) else noise.mul_(0.02)
 
     @property
     def count(self) -> int:
@@ -169,7 +190,7 @@ class DummyTensors:
 
 def _digest(name: str, tensor: torch.Tensor) -> str:
     digest = hashlib.sha256(f"{name} {list(tensor.shape)} {tensor.dtype} ".encode())
-    digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -1,0 +1,195 @@
+"""GLM-4.1V, GLM-4.5V and GLM-4.6V: full attention within frames, a bicubically resized position table, RMSNorm, SwiGLU.
+
+Forward and numerics are those of transformers' Glm4vVisionModel, which GLM-4.5V and 4.6V share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from ..attention.base import AttentionBackend
+from ..types import Capacity
+from .base import BufferSpec
+from .config import GridConfig, ModelError
+from .grid import ClipResize, GridPlanner
+from .grid_tower import Frame, GridTower
+from .layers import LayerNorm, Linear, PatchEmbed, RMSNorm, Rope, Segments, SelfAttention
+from .processor import COMMON, ProcessorClass
+from .weights import TensorSource
+
+PROCESSOR = ProcessorClass(
+    types=("Glm4vImageProcessor", "Glm46VImageProcessor"),
+    defaults={**COMMON, "size": {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000}},
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Glm4vConfig(GridConfig):
+    """`vision_config` with the class defaults of Glm4vVisionConfig."""
+
+    depth: int = 24
+    hidden_size: int = 1536
+    intermediate_size: int = 13696  # of the merger; that of the blocks is out_hidden_size
+    num_heads: int = 12
+    out_hidden_size: int = 4096
+    hidden_act: str = "silu"
+    patch_size: int = 14
+    image_size: int = 336
+    attention_bias: bool = False
+    rms_norm_eps: float = 1e-5
+
+    @property
+    def table_side(self) -> int:
+        """Rows and columns of the position table."""
+        return self.image_size // self.patch_size
+
+    def check(self) -> None:
+        """See GridConfig."""
+        GridConfig.check(self)
+        self.check_activation("silu")
+        if self.table_side < 1:
+            raise ModelError(f"vision_config.image_size {self.image_size} is below a patch of {self.patch_size} pixels")
+
+
+@dataclass(frozen=True, slots=True)
+class SwiGLU:
+    """down(silu(gate(x)) * up(x)), without biases."""
+
+    gate: Linear
+    up: Linear
+    down: Linear
+
+    @classmethod
+    def take(cls, source: TensorSource, name: str, width: int, inner: int) -> Self:
+        return cls(
+            gate=Linear.take(source, f"{name}.gate_proj", width, inner, bias=False),
+            up=Linear.take(source, f"{name}.up_proj", width, inner, bias=False),
+            down=Linear.take(source, f"{name}.down_proj", inner, width, bias=False),
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Pre-norm residual attention and SwiGLU."""
+
+    norm1: RMSNorm
+    attention: SelfAttention
+    norm2: RMSNorm
+    mlp: SwiGLU
+
+    @classmethod
+    def take(cls, source: TensorSource, name: str, config: Glm4vConfig, backend: AttentionBackend) -> Self:
+        width, eps = config.hidden_size, config.rms_norm_eps
+        attention = SelfAttention.take(
+            source, f"{name}.attn", width, config.num_heads, backend, qkv_bias=config.attention_bias, proj_bias=False
+        )
+        return cls(
+            norm1=RMSNorm.take(source, f"{name}.norm1", width, eps),
+            attention=attention,
+            norm2=RMSNorm.take(source, f"{name}.norm2", width, eps),
+            mlp=SwiGLU.take(source, f"{name}.mlp", width, config.out_hidden_size),
+        )
+
+    def __call__(self, x: torch.Tensor, turns: torch.Tensor, segments: Segments) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x), turns, segments)
+        return x + self.mlp(self.norm2(x))
+
+
+class Merger:
+    """The patches of a token to one row: a convolution whose stride is its kernel, a projection, and a SwiGLU."""
+
+    def __init__(self, source: TensorSource, config: Glm4vConfig) -> None:
+        width, out, side = config.hidden_size, config.out_hidden_size, config.spatial_merge_size
+        # Stored as (channel, row, column); the patches of a token lie one behind another as (row, column, channel).
+        kernel = source.take("downsample.weight", out, width, side, side).permute(0, 2, 3, 1)
+        self.downsample = Linear(kernel.reshape(out, -1).contiguous(), source.take("downsample.bias", out))
+        self.proj = Linear.take(source, "merger.proj", out, out, bias=False)
+        self.norm = LayerNorm.take(source, "merger.post_projection_norm", out, eps=1e-5)
+        self.mlp = SwiGLU.take(source, "merger", out, config.intermediate_size)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = self.downsample(x.view(-1, self.downsample.weight.shape[1]))
+        return self.mlp(F.gelu(self.norm(self.proj(tokens))))
+
+
+class Glm4vTower(GridTower):
+    """See `base.Tower`. Lines are tokens in the order of the items."""
+
+    config_class = Glm4vConfig
+    processor_class = PROCESSOR
+    resize_rule = ClipResize
+
+    def __init__(
+        self, config: Glm4vConfig, planner: GridPlanner, source: TensorSource, backend: AttentionBackend
+    ) -> None:
+        """Take all weights from `source`. Raises ModelError for a missing or misshapen one."""
+        super().__init__(planner, source)
+        self.row_buffers = {
+            **self.row_buffers,
+            "taps": BufferSpec((2, 4), "int32"),
+            "weights": BufferSpec((2, 4), "float32"),
+        }
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.table_side = config.table_side
+        self.patch_embed = PatchEmbed(source, planner, width, bias=True)
+        self.patch_norm = RMSNorm.take(source, "post_conv_layernorm", width, eps)
+        table = source.take("embeddings.position_embedding.weight", self.table_side**2, width)
+        self.position_table = table.float()  # interpolated in float32, from values of the tower's dtype
+        self.rope = Rope(config.head_dim, config.rope_theta, source.device)
+        self.blocks = [Block.take(source, f"blocks.{i}", config, backend) for i in range(config.depth)]
+        self.norm = RMSNorm.take(source, "post_layernorm", width, eps)
+        self.merger = Merger(source, config)
+
+    def frame(self, h: int, w: int) -> Frame:
+        """See `GridTower.frame`; adds where each patch lies in the position table, along rows and along columns."""
+        frame = super().frame(h, w)
+        row, column = frame.rows["position"].T
+        along = [interpolation(h, self.table_side)[row], interpolation(w, self.table_side)[column]]
+        taps, weights = (np.stack([axis[name] for axis in along], axis=1) for name in ("tap", "weight"))
+        return replace(frame, rows={**frame.rows, "taps": taps, "weights": weights})
+
+    def forward(self, path: str, buffers: Mapping[str, torch.Tensor], capacity: Capacity) -> torch.Tensor:
+        """See `base.Tower.forward`: [units, out_hidden_size]."""
+        x = self.patch_norm(self.patch_embed(buffers))
+        x = x + self._positions(buffers["taps"], buffers["weights"]).to(x.dtype)
+        turns = self.rope.turns(buffers["position"])
+        segments = Segments(buffers["cu_frames"], capacity.longest)
+        for block in self.blocks:
+            x = block(x, turns, segments)
+        return self.merger(self.norm(x))
+
+    def _positions(self, taps: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Position embeddings, float32 [rows, width]: 16 rows of the table each, 4 along either side."""
+        cells = (taps[:, 0, :, None] * self.table_side + taps[:, 1, None, :]).flatten(1)
+        products = (weights[:, 0, :, None] * weights[:, 1, None, :]).flatten(1)
+        return F.embedding_bag(cells, self.position_table, mode="sum", per_sample_weights=products)
+
+
+INTERPOLATION = np.dtype([("tap", np.int32, 4), ("weight", np.float32, 4)])
+
+
+def interpolation(size: int, side: int) -> npt.NDArray[np.void]:
+    """Where `size` patches lie along a table of `side` entries: INTERPOLATION [size], cubic, pixel centres aligned.
+
+    Keys' kernel with a = -0.75, as in torch; taps beyond the table are those at its edge.
+    """
+    exact = (np.arange(size) + 0.5) * side / size - 0.5
+    low = np.floor(exact)
+    distance = np.abs(exact - low + np.array([1, 0, -1, -2])[:, None])  # of the taps low - 1, ..., low + 2
+    a = -0.75
+    near = ((a + 2) * distance - (a + 3)) * distance**2 + 1
+    far = ((a * distance - 5 * a) * distance + 8 * a) * distance - 4 * a
+    found = np.empty(size, INTERPOLATION)
+    found["tap"] = np.clip(low[:, None] + np.arange(-1, 3), 0, side - 1)
+    found["weight"] = np.where(distance <= 1, near, far).T
+    return found

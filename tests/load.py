@@ -1,0 +1,76 @@
+"""Load and probes from processes of their own; each prints what it saw as JSON.
+
+python load.py calls ADDRESS FILE COUNT DEADLINE    COUNT calls at once, each with the image in FILE
+python load.py probe ADDRESS                        health checks until its standard input ends
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from opticnerve.tensors import Receiver
+from opticnerve.v1 import encoder_pb2 as pb
+from opticnerve.v1 import encoder_pb2_grpc as pb_grpc
+
+NO_RETRIES = [("grpc.enable_retries", 0)]
+PAUSE_S = 0.01
+
+
+async def call(stub: Any, data: bytes, deadline: float) -> str:
+    """The status of one call; an answer that is not whole is none."""
+    receiver = Receiver([0], "bfloat16")
+    request = pb.EncodeRequest(items=[pb.Item(encoded_image=pb.EncodedImage(data=data))], dtype=pb.DTYPE_BFLOAT16)
+    try:
+        async for message in stub.Encode(request, timeout=deadline):
+            answer = receiver.receive(message)
+            if isinstance(answer, Exception):
+                return repr(answer)
+        receiver.close()
+    except grpc.aio.AioRpcError as error:
+        return str(error.code().name)
+    return "OK"
+
+
+async def calls(address: str, data: bytes, count: int, deadline: float) -> dict[str, Any]:
+    started = time.monotonic()
+    async with grpc.aio.insecure_channel(address, options=NO_RETRIES) as channel:
+        stub = pb_grpc.EncoderServiceStub(channel)
+        codes = await asyncio.gather(*(call(stub, data, deadline) for _ in range(count)))
+    return {"codes": {code: codes.count(code) for code in sorted(set(codes))}, "seconds": time.monotonic() - started}
+
+
+def probe(address: str) -> dict[str, Any]:
+    ended = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+    seconds, serving = [], True
+    with grpc.insecure_channel(address, options=NO_RETRIES) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        request = health_pb2.HealthCheckRequest(service="readiness")
+        check(request, timeout=10)  # connected
+        while not ended.wait(PAUSE_S):
+            started = time.perf_counter()
+            serving &= check(request, timeout=10).status == health_pb2.HealthCheckResponse.SERVING
+            seconds.append(time.perf_counter() - started)
+    return {"checks": len(seconds), "slowest_s": max(seconds), "always_serving": serving}
+
+
+def main(command: str, address: str, *arguments: str) -> None:
+    if command == "probe":
+        print(json.dumps(probe(address)))
+    else:
+        file, count, deadline = arguments
+        print(json.dumps(asyncio.run(calls(address, Path(file).read_bytes(), int(count), float(deadline)))))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

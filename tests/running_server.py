@@ -1,0 +1,165 @@
+"""A whole server as its users run it: the program, its processes, its ports, its log."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+PROGRAM = Path(sys.executable).with_name("opticnerve-server")
+WAIT_S = 120.0
+"""No wait of these tests takes a tenth of this on an idle machine."""
+
+
+def eventually(condition: Callable[[], Any], seconds: float = WAIT_S) -> Any:
+    """The first true result of `condition`."""
+    until = time.monotonic() + seconds
+    while not (result := condition()):
+        assert time.monotonic() < until, condition
+        time.sleep(0.02)
+    return result
+
+
+class RunningServer:
+    """Its temporary files lie in `directory`/tmp, its log in `directory`/log."""
+
+    def __init__(self, model: Path, directory: Path, *flags: str) -> None:
+        self.temporary, self._log = directory / "tmp", directory / "log"
+        self.temporary.mkdir(parents=True)
+        ports = [
+            word for port in ("listen", "health-listen", "metrics-listen") for word in (f"--{port}", "127.0.0.1:0")
+        ]
+        command = [PROGRAM, "serve", "--model", model, "--device", "cpu", "--drain-delay", "0", *ports, *flags]
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(self.temporary)}, stdout=log)
+
+    def wait_until_ready(self) -> None:
+        self.wait_for("ready")
+        listening = self.wait_for("listening")
+        self.address: str = listening["listen"]
+        self.health_address: str = listening["health_listen"]
+        self.metrics_address: str = listening["metrics_listen"]
+
+    # --- its log
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """The log lines of an event so far; the last line may still be on its way."""
+        lines = self._log.read_text().split("\n")[:-1]
+        return [record for line in lines if (record := json.loads(line))["event"] == name]
+
+    def wait_for(self, name: str) -> dict[str, Any]:
+        """The first log line of an event."""
+
+        def found() -> list[dict[str, Any]]:
+            assert self.process.poll() is None, self._log.read_text()
+            return self.events(name)
+
+        first: dict[str, Any] = eventually(found)[0]
+        return first
+
+    # --- its metrics
+
+    def total(self, name: str, **labels: str) -> float:
+        """Sum of the samples of this name with these labels, in one scrape."""
+        with urllib.request.urlopen(f"http://{self.metrics_address}/metrics", timeout=WAIT_S) as answer:
+            text = answer.read().decode()
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    # --- its processes
+
+    def children(self) -> list[int]:
+        """Process ids of the engine, which is spawned first, and of the front-ends, the youngest last."""
+        supervisor = self.process.pid
+        pids = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
+        spawned = [int(pid) for pid in pids if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+        return sorted(spawned, key=_birth)
+
+    @property
+    def engine(self) -> int:
+        return self.children()[0]
+
+    @property
+    def frontends(self) -> list[int]:
+        return self.children()[1:]
+
+    def connections_of(self, frontend: int) -> int:
+        """How many connections of callers a front-end holds."""
+        port = f":{int(self.address.rpartition(':')[2]):04X}"
+        established = "01"
+        inodes = {
+            fields[9]
+            for table in ("tcp", "tcp6")  # an IPv4 address may be bound by a socket for both
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+            if (fields := line.split())[1].endswith(port) and fields[3] == established
+        }
+        files = [os.readlink(file) for file in Path(f"/proc/{frontend}/fd").iterdir()]
+        return sum(file.removeprefix("socket:[").removesuffix("]") in inodes for file in files)
+
+    def exit_code(self) -> int:
+        """Of a server that ends by itself, or has been told to."""
+        return self.process.wait(WAIT_S)
+
+    def stop(self) -> int:
+        """SIGTERM; the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.exit_code()
+
+    def assert_nothing_left(self) -> None:
+        """Of a server that has ended: no process, no file, no shared memory."""
+        assert list(self.temporary.iterdir()) == []
+        assert not [name for name in os.listdir("/dev/shm") if "opticnerve" in name]
+
+
+def _birth(pid: int) -> int:
+    """When a process was born, in clock ticks since the machine was."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
+def has_ended(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    return not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+@contextmanager
+def running(model: Path, directory: Path, *flags: str) -> Iterator[RunningServer]:
+    """A server from ready to stopped. One that still runs at the end must stop with 0 and leave nothing behind."""
+    server = RunningServer(model, directory, *flags)
+    try:
+        server.wait_until_ready()
+        yield server
+        if server.process.poll() is None:
+            assert server.stop() == 0
+            server.assert_nothing_left()
+    finally:
+        if server.process.poll() is None:
+            server.process.kill()
+            server.process.wait()
+
+
+@dataclass(frozen=True)
+class Official:
+    """A server of a random model that transformers has saved in `directory`, and can load."""
+
+    architecture: str
+    directory: Path
+    server: RunningServer
+
+    @property
+    def patch(self) -> int:
+        return 14 if self.architecture == "qwen2_5_vl" else 16

@@ -1,0 +1,138 @@
+"""kill -9 on each process of a server: who loses calls, who does not, what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import numpy as np
+import pytest
+
+from opticnerve.v1 import encoder_pb2 as pb
+from opticnerve.v1 import encoder_pb2_grpc as pb_grpc
+from opticnerve_server.models.checkpoint import write_checkpoint
+from running_server import WAIT_S, RunningServer, eventually, has_ended, running
+
+CALLS = 16
+HEAVY, LIGHT = (1792, 1792), (256, 256)
+
+Start = Callable[..., RunningServer]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("kills") / "model"
+    write_checkpoint("qwen3_vl", directory)
+    return directory
+
+
+@pytest.fixture
+def start(model: Path, tmp_path: Path) -> Iterator[Start]:
+    with ExitStack() as servers:
+
+        def start(*flags: str) -> RunningServer:
+            return servers.enter_context(running(model, tmp_path, "--token-budgets", "64", *flags))
+
+        yield start
+
+
+class Callers:
+    """Callers with a connection each. `close` ends the connections."""
+
+    def __init__(self, server: RunningServer, count: int) -> None:
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
+        self.channels = [grpc.aio.insecure_channel(server.address, options=options) for _ in range(count)]
+
+    async def __aenter__(self) -> Callers:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.gather(*(channel.close() for channel in self.channels))
+
+    async def encode(self, caller: int, size: tuple[int, int] = LIGHT) -> str:
+        """The status of one call with one image."""
+        data = np.random.default_rng(caller).bytes(size[0] * size[1] * 3)
+        item = pb.Item(raw_image=pb.RawImage(height=size[0], width=size[1], data=data))
+        stub: Any = pb_grpc.EncoderServiceStub(self.channels[caller])
+        call = stub.Encode(pb.EncodeRequest(items=[item]), timeout=WAIT_S)
+        ends = 0
+        try:
+            async for answer in call:
+                ends += answer.WhichOneof("event") == "finished"
+        except grpc.aio.AioRpcError as error:
+            assert not ends
+            return str(error.code().name)
+        assert ends == 1
+        return "OK"
+
+
+async def calls_waiting(server: RunningServer, callers: Callers) -> list[asyncio.Task[str]]:
+    """A call of every caller: the device is at work on the first, the others wait for it."""
+    calls = [asyncio.create_task(callers.encode(0, HEAVY))]
+    await asyncio.to_thread(eventually, lambda: server.total("opticnerve_inflight_items") == 1)
+    calls += [asyncio.create_task(callers.encode(caller)) for caller in range(1, CALLS)]
+    await asyncio.to_thread(eventually, lambda: server.total("opticnerve_queue_items") == CALLS)
+    assert not any(call.done() for call in calls), "the device was free too early for this test"
+    return calls
+
+
+async def test_a_killed_front_end_loses_its_calls_alone_and_is_replaced(start: Start) -> None:
+    server = start("--frontends", "2")
+    victim, survivor = server.frontends
+    async with Callers(server, CALLS) as callers:
+        calls = await calls_waiting(server, callers)
+        lost = server.connections_of(victim)
+        assert 0 < lost < CALLS
+        assert lost + server.connections_of(survivor) == CALLS
+        os.kill(victim, signal.SIGKILL)
+        codes = await asyncio.gather(*calls)
+    assert sorted(codes) == sorted(["UNAVAILABLE"] * lost + ["OK"] * (CALLS - lost))
+    assert server.wait_for("front-end is gone")["items"] == lost
+    await asyncio.to_thread(eventually, lambda: server.total("opticnerve_queue_items") == 0)
+
+    def heir() -> list[int]:
+        return [pid for pid in server.frontends if pid not in (victim, survivor)]
+
+    [successor] = await asyncio.to_thread(eventually, heir)
+    await asyncio.to_thread(eventually, lambda: len(server.events("front-end listening")) == 3)
+    while True:  # until it has loaded the model
+        async with Callers(server, CALLS) as callers:
+            codes = await asyncio.gather(*(callers.encode(caller) for caller in range(CALLS)))
+            serves = server.connections_of(successor)
+        if serves and set(codes) == {"OK"}:
+            break
+        assert set(codes) <= {"OK", "UNAVAILABLE"}
+    assert server.frontends == [survivor, successor]
+
+
+async def test_a_killed_engine_ends_every_call_and_the_server(start: Start) -> None:
+    server = start("--frontends", "2")
+    children = server.children()
+    async with Callers(server, CALLS) as callers:
+        calls = await calls_waiting(server, callers)
+        os.kill(server.engine, signal.SIGKILL)
+        assert await asyncio.gather(*calls) == ["UNAVAILABLE"] * CALLS
+    assert await asyncio.to_thread(server.exit_code) == 3
+    assert all(has_ended(pid) for pid in children)
+    server.assert_nothing_left()
+
+
+async def test_children_vanish_with_a_killed_supervisor(start: Start) -> None:
+    server = start("--frontends", "2")
+    children = server.children()
+    assert len(children) == 3
+    async with Callers(server, CALLS) as callers:
+        calls = await calls_waiting(server, callers)
+        server.process.kill()
+        assert await asyncio.gather(*calls) == ["UNAVAILABLE"] * CALLS
+    assert server.exit_code() == -signal.SIGKILL
+    for pid in children:
+        await asyncio.to_thread(eventually, partial(has_ended, pid))
