@@ -117,7 +117,7 @@ async def serving(
 
 def rows_of(item: pb.Item, dtype: str = "bfloat16", *, tokens: int = 6, width: int = 8) -> np.ndarray[Any, Any]:
     """The rows that `answer` gives an item: all numbers are the first byte of its media."""
-    media = item.encoded_image if item.WhichOneof("media") == "encoded_image" else item.raw_image
+    media = getattr(item, str(item.WhichOneof("media")))
     return np.full((tokens, width), media.data[0], WIRE_DTYPES[dtype][1])
 
 

@@ -39,6 +39,7 @@ READY = EngineReady(
     model="tiny",
     architecture=FakePlanner.architecture,
     layout=FakePlanner.layout,
+    modalities=FakePlanner.modalities,
 )
 
 

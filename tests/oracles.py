@@ -142,9 +142,9 @@ def oracle_rows(model: Any, directory: Path, batch: Sequence[Media]) -> torch.Te
 
 
 def _gemma4_rows(inner: Any, directory: Path, media: Media) -> torch.Tensor:
-    """A video's frames are embedded as stills, padded to 630 patches; the last one stands for one that is missing."""
+    """A video's frames are embedded as stills, padded to 1260 patches; the last one stands for one that is missing."""
     processor = TINY["gemma4"].processor.from_pretrained(directory)
     frames = [media.frames[min(i, len(media.frames) - 1)] for i in range(media.plan.grid[0])]
-    inputs = processor(frames, do_resize=False, max_soft_tokens=70, return_tensors="pt")
+    inputs = processor(frames, do_resize=False, max_soft_tokens=140, return_tensors="pt")
     pixels, position = inputs["pixel_values"], inputs["image_position_ids"]
     return torch.cat(inner.get_image_features(pixels, position).pooler_output)

@@ -34,7 +34,7 @@ def eventually(condition: Callable[[], Any], seconds: float = WAIT_S) -> Any:
 class RunningServer:
     """Its temporary files lie in `directory`/tmp, its log in `directory`/log."""
 
-    def __init__(self, model: Path, directory: Path, *flags: str) -> None:
+    def __init__(self, model: Path, directory: Path, *flags: str, **environment: str) -> None:
         self.temporary, self._log = directory / "tmp", directory / "log"
         self.temporary.mkdir(parents=True)
         ports = [
@@ -42,7 +42,8 @@ class RunningServer:
         ]
         command = [PROGRAM, "serve", "--model", model, "--device", "cpu", "--drain-delay", "0", *ports, *flags]
         with self._log.open("w") as log:
-            self.process = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(self.temporary)}, stdout=log)
+            variables = os.environ | {"TMPDIR": str(self.temporary)} | environment
+            self.process = subprocess.Popen(command, env=variables, stdout=log)
 
     def wait_until_ready(self) -> None:
         self.wait_for("ready")
@@ -98,6 +99,14 @@ class RunningServer:
     def frontends(self) -> list[int]:
         return self.children()[1:]
 
+    def engine_seconds(self) -> float:
+        """Processor time of the engine so far. Nothing but a forward takes a tenth of a second of it."""
+        return sum(map(int, _stat(self.engine)[11:13])) / os.sysconf("SC_CLK_TCK")
+
+    def wait_until_busy(self, idle_seconds: float) -> None:
+        """Until the device is at work; `idle_seconds` are the `engine_seconds` of before it had any."""
+        eventually(lambda: self.engine_seconds() > idle_seconds + 0.2)
+
     def connections_of(self, frontend: int) -> int:
         """How many connections of callers a front-end holds."""
         port = f":{int(self.address.rpartition(':')[2]):04X}"
@@ -128,18 +137,32 @@ class RunningServer:
 
 def _birth(pid: int) -> int:
     """When a process was born, in clock ticks since the machine was."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return int(_stat(pid)[19])
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat behind the name, the state first."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+SLOWLY = {"OMP_NUM_THREADS": "1"}
+"""The environment of a server whose device is slow: HEAVY keeps it at work for seconds."""
+
+HEAVY = (1664, 1664)
+"""Height and width of an image of 2704 tokens."""
 
 
 def has_ended(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/stat")
-    return not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+    try:
+        return _stat(pid)[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 @contextmanager
-def running(model: Path, directory: Path, *flags: str) -> Iterator[RunningServer]:
+def running(model: Path, directory: Path, *flags: str, **environment: str) -> Iterator[RunningServer]:
     """A server from ready to stopped. One that still runs at the end must stop with 0 and leave nothing behind."""
-    server = RunningServer(model, directory, *flags)
+    server = RunningServer(model, directory, *flags, **environment)
     try:
         server.wait_until_ready()
         yield server

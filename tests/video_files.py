@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import tempfile
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
@@ -16,6 +17,7 @@ BITS = 10
 """Stripes of a frame: each is white or black, a bit of its number, the least one leftmost."""
 
 MILLISECONDS = Fraction(1, 1000)
+LOSSLESS: dict[str, Any] = {"codec": "libx264rgb", "options": {"preset": "ultrafast", "qp": "0"}, "pix_fmt": "rgb24"}
 MATROSKA = {"container": "matroska"}
 WEBM = {"container": "webm", "codec": "libvpx-vp9", "options": {"deadline": "realtime", "cpu-used": "8"}}
 
@@ -74,3 +76,21 @@ def encode(
             output.mux(stream.encode())
         output.close()
         return Path(file.name).read_bytes()
+
+
+def sound_alone() -> bytes:
+    """An MP4 file without a video stream."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as output:
+        stream = output.add_stream("aac", rate=8000)
+        sound = av.AudioFrame.from_ndarray(np.zeros((1, 8000), np.float32), format="fltp", layout="mono")
+        sound.sample_rate = 8000
+        output.mux(stream.encode(sound))
+        output.mux(stream.encode())
+    return file.getvalue()
+
+
+def without_frames() -> bytes:
+    """An MP4 file with a video stream that has none: the head of a file of fragments."""
+    data = encode(5, container_options={"movflags": "frag_keyframe+empty_moov"})
+    return data[: data.index(b"moof") - 4]

@@ -1,4 +1,4 @@
-"""The Opticnerve client: images in, the embeddings of a vision-language model's vision tower out.
+"""The Opticnerve client: images and videos in, the embeddings of a vision-language model's vision tower out.
 
     import opticnerve
 
@@ -6,13 +6,24 @@
         for embedding in client.encode(["cat.jpg", "dog.png"]):
             print(embedding.grid, embedding.array.shape, embedding.outcome)
 
-`AsyncClient` is the same for asyncio. Errors are in `opticnerve.errors`, the wire messages in `opticnerve.v1`. This
+Beside images `encode` takes `Video("clip.mp4")`, `Frames(images, fps=2)` and `Patches(processed)`. `AsyncClient` is the
+same for asyncio. Errors are in `opticnerve.errors`, the wire messages in `opticnerve.v1`. This
 package imports neither torch nor PIL.
 """
 
 from opticnerve.client import AsyncClient
 from opticnerve.errors import OpticnerveError, ProtocolError, ServerError
-from opticnerve.media import ImageSource, SizeSource, digest
+from opticnerve.media import (
+    FileSource,
+    Frames,
+    ImageSource,
+    MediaSource,
+    Patches,
+    SizeSource,
+    Video,
+    VideoSize,
+    digest,
+)
 from opticnerve.sync import Client
 from opticnerve.tensors import Dispatch, Embedding, Grid, ItemPlan, Span, Timings
 
@@ -21,14 +32,20 @@ __all__ = [
     "Client",
     "Dispatch",
     "Embedding",
+    "FileSource",
+    "Frames",
     "Grid",
     "ImageSource",
     "ItemPlan",
+    "MediaSource",
     "OpticnerveError",
+    "Patches",
     "ProtocolError",
     "ServerError",
     "SizeSource",
     "Span",
     "Timings",
+    "Video",
+    "VideoSize",
     "digest",
 ]

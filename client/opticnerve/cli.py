@@ -10,7 +10,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,16 @@ from safetensors.numpy import save_file
 
 from opticnerve.client import DEFAULT_SERVER, DEFAULT_TIMEOUT_S
 from opticnerve.errors import OpticnerveError, ServerError
-from opticnerve.media import SizeSource
+from opticnerve.media import MediaSource, SizeSource, Video, VideoSize
 from opticnerve.sync import Client
 from opticnerve.tensors import Array, Embedding, ItemPlan
 from opticnerve.v1 import encoder_pb2 as pb
 
 _ENCODE_HEADER = ("item", "size", "grid", "tokens", "path", "outcome", "budget", "ms", "crc32")
 _PLAN_HEADER = ("item", "size", "grid", "tokens")
+
+_VIDEO_SUFFIXES = {".mp4", ".m4v", ".mov", ".webm", ".mkv"}
+"""Names of files that are sent as videos; all others are sent as images."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,19 +54,31 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="opticnerve", description="Calls an Opticnerve server.")
     commands = parser.add_subparsers(required=True, metavar="encode|plan|info|health")
 
-    encode = commands.add_parser("encode", parents=[common], help="encode image files")
-    encode.add_argument("images", nargs="+", type=_existing_file, metavar="IMAGE", help="image file")
+    encode = commands.add_parser("encode", parents=[common], help="encode image and video files")
+    encode.add_argument(
+        "files",
+        nargs="+",
+        type=_existing_file,
+        metavar="FILE",
+        help=f"image file, or a video when its name ends in {', '.join(sorted(_VIDEO_SUFFIXES))}",
+    )
     encode.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     encode.add_argument(
         "--out",
         type=_writable_file,
         metavar="FILE.safetensors",
-        help='write the rows there: tensor "0" is the first image, its metadata says the rest',
+        help='write the rows there: tensor "0" is the first item, its metadata says the rest',
     )
     encode.set_defaults(run=_encode)
 
     plan = commands.add_parser("plan", parents=[common], help="say what encode would answer, without encoding")
-    plan.add_argument("sizes", nargs="+", type=_size, metavar="HEIGHTxWIDTH|IMAGE", help="size in pixels or image file")
+    plan.add_argument(
+        "sizes",
+        nargs="+",
+        type=_size,
+        metavar="HEIGHTxWIDTH|FRAMES@FPS:HEIGHTxWIDTH|IMAGE",
+        help="size of an image in pixels, frames, rate and size of a video, or image file",
+    )
     plan.set_defaults(run=_plan)
 
     info = commands.add_parser("info", parents=[common], help="describe the server")
@@ -80,15 +95,15 @@ def _encode(client: Client, args: argparse.Namespace) -> int:
     records: list[dict[str, Any]] = []
     tensors: dict[str, Array] = {}
     failures: list[str] = []
-    answers = client.encode(args.images, dtype=args.dtype, return_errors=True)
-    for index, (image, answer) in enumerate(zip(args.images, answers, strict=True)):
+    answers = client.encode([_media(file) for file in args.files], dtype=args.dtype, return_errors=True)
+    for index, (file, answer) in enumerate(zip(args.files, answers, strict=True)):
         if isinstance(answer, ServerError):
-            failures.append(f"{image}: {answer}")
-            rows.append([str(image), "-", "-", "-", "-", "failed", "-", "-", "-"])
-            records.append({"item": str(image), "error": _error_record(answer)})
+            failures.append(f"{file}: {answer}")
+            rows.append([str(file), "-", "-", "-", "-", "failed", "-", "-", "-"])
+            records.append({"item": str(file), "error": _error_record(answer)})
         else:
-            rows.append([str(image), *_embedding_row(answer)])
-            records.append({"item": str(image), **_embedding_record(answer)})
+            rows.append([str(file), *_embedding_row(answer)])
+            records.append({"item": str(file), **_embedding_record(answer)})
             if args.out:
                 tensors[str(index)] = answer.array
     if args.out:
@@ -101,7 +116,7 @@ def _plan(client: Client, args: argparse.Namespace) -> int:
     records: list[dict[str, Any]] = []
     failures: list[str] = []
     for size, answer in zip(args.sizes, client.plan(args.sizes, return_errors=True), strict=True):
-        name = f"{size[0]}x{size[1]}" if isinstance(size, tuple) else str(size)
+        name = _size_name(size)
         if isinstance(answer, ServerError):
             failures.append(f"{name}: {answer}")
             rows.append([name, "-", "-", "-"])
@@ -148,12 +163,17 @@ def _embedding_row(embedding: Embedding) -> list[str]:
     dispatches = embedding.dispatches
     return [
         *_plan_row(embedding.plan),
-        "+".join(dispatch.path for dispatch in dispatches) or "-",
-        "+".join(dispatch.outcome for dispatch in dispatches) or embedding.outcome,
-        "+".join(str(dispatch.budget or "-") for dispatch in dispatches) or "-",
+        _joined(dispatch.path for dispatch in dispatches) or "-",
+        _joined(dispatch.outcome for dispatch in dispatches) or embedding.outcome,
+        _joined(str(dispatch.budget or "-") for dispatch in dispatches) or "-",
         f"{1000 * embedding.timings.total:.1f}",
         f"{embedding.crc32:08x}",
     ]
+
+
+def _joined(words: Iterable[str]) -> str:
+    """Each word once: a long video runs as many parts."""
+    return "+".join(dict.fromkeys(words))
 
 
 def _embedding_record(embedding: Embedding) -> dict[str, Any]:
@@ -236,9 +256,28 @@ def _writable_file(text: str) -> Path:
     return path
 
 
+def _media(file: Path) -> MediaSource:
+    return Video(file) if file.suffix.lower() in _VIDEO_SUFFIXES else file
+
+
 def _size(text: str) -> SizeSource:
-    match = re.fullmatch(r"(\d+)x(\d+)", text)
-    return (int(match[1]), int(match[2])) if match else _existing_file(text)
+    match = re.fullmatch(r"(?:(\d+)@(\d+(?:\.\d+)?):)?(\d+)x(\d+)", text)
+    if match is None:
+        return _existing_file(text)
+    frames, fps, height, width = match.groups()
+    if frames is None:
+        return int(height), int(width)
+    return VideoSize(int(frames), float(fps), int(height), int(width))
+
+
+def _size_name(size: SizeSource) -> str:
+    match size:
+        case VideoSize():
+            return f"{size.frames}@{size.fps:g}:{size.height}x{size.width}"
+        case (height, width):
+            return f"{height}x{width}"
+        case _:
+            return str(size)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from opticnerve.errors import (
     ServerError,
     from_item,
 )
-from opticnerve.media import ImageSource, SizeSource, to_items, to_media_size
+from opticnerve.media import MediaSource, SizeSource, to_items, to_media_size
 from opticnerve.retry import Patience
 from opticnerve.tensors import DtypeName, Embedding, ItemPlan, Receiver, to_wire_dtype
 from opticnerve.v1 import encoder_pb2 as pb
@@ -83,7 +83,7 @@ class AsyncClient:
     @overload
     def encode(
         self,
-        items: Iterable[ImageSource],
+        items: Iterable[MediaSource],
         *,
         dtype: DtypeName = ...,
         timeout: float | None = ...,
@@ -92,12 +92,12 @@ class AsyncClient:
 
     @overload
     def encode(
-        self, items: Iterable[ImageSource], *, dtype: DtypeName = ..., timeout: float | None = ..., return_errors: bool
+        self, items: Iterable[MediaSource], *, dtype: DtypeName = ..., timeout: float | None = ..., return_errors: bool
     ) -> AsyncGenerator[Embedding | ServerError, None]: ...
 
     async def encode(
         self,
-        items: Iterable[ImageSource],
+        items: Iterable[MediaSource],
         *,
         dtype: DtypeName = "bfloat16",
         timeout: float | None = None,
@@ -143,9 +143,10 @@ class AsyncClient:
     async def plan(
         self, sizes: Iterable[SizeSource], *, timeout: float | None = None, return_errors: bool = False
     ) -> list[Any]:
-        """What `encode` would answer for images of these sizes, in their order, without pixels and without the device.
+        """What `encode` would answer for media of these sizes, in their order, without pixels and without the device.
 
-        A size is `(height, width)` in pixels, or an image file, of which only the first bytes are sent. An item that
+        A size is `(height, width)` of an image in pixels, an image file, of which only the first bytes are sent, or the
+        VideoSize of a video, which must be known: a file's first bytes do not tell it. An item that
         `encode` would refuse raises its error; with `return_errors` the error is in its place.
         """
         patience = self._patience(timeout)

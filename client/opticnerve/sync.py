@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, TypeVar, overload
 
 from opticnerve.client import DEFAULT_SERVER, DEFAULT_TIMEOUT_S, AsyncClient
 from opticnerve.errors import ServerError
-from opticnerve.media import ImageSource, SizeSource
+from opticnerve.media import MediaSource, SizeSource
 from opticnerve.tensors import DtypeName, Embedding, ItemPlan
 from opticnerve.v1 import encoder_pb2 as pb
 
@@ -60,7 +60,7 @@ class Client:
     @overload
     def encode(
         self,
-        items: Iterable[ImageSource],
+        items: Iterable[MediaSource],
         *,
         dtype: DtypeName = ...,
         timeout: float | None = ...,
@@ -69,12 +69,12 @@ class Client:
 
     @overload
     def encode(
-        self, items: Iterable[ImageSource], *, dtype: DtypeName = ..., timeout: float | None = ..., return_errors: bool
+        self, items: Iterable[MediaSource], *, dtype: DtypeName = ..., timeout: float | None = ..., return_errors: bool
     ) -> Generator[Embedding | ServerError, None, None]: ...
 
     def encode(
         self,
-        items: Iterable[ImageSource],
+        items: Iterable[MediaSource],
         *,
         dtype: DtypeName = "bfloat16",
         timeout: float | None = None,

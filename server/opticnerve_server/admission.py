@@ -55,6 +55,11 @@ class AdmittedItem:
         """The slot's room for rows, a view."""
         return self._admission.arena.bytes[self._slot.rows : self._slot.rows + self._request.row_bytes]
 
+    @property
+    def is_released(self) -> bool:
+        """Whether the front-end is done with it. Any thread."""
+        return self._released
+
     def written_by(self, job: Job[Any]) -> None:
         """Name the job in another thread that writes the pixels: `release` lets it finish first."""
         self._writer = job

@@ -81,19 +81,24 @@ class Staging:
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self.host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self.device = self.host if device.type == "cpu" else torch.empty(size, dtype=torch.uint8, device=device)
+        self._target = device
+        self._allocate(size)
+
+    def _allocate(self, size: int) -> None:
+        on_cpu = self._target.type == "cpu"
+        self.host = torch.empty(size, dtype=torch.uint8, pin_memory=not on_cpu)
+        self._device = self.host if on_cpu else torch.empty(size, dtype=torch.uint8, device=self._target)
 
     def fit(self, size: int) -> None:
         """Make room for `size` bytes. An eager batch can need more than any captured one; the larger block stays."""
         if size > self.host.numel():
-            self.__init__(size, self.device.device)  # type: ignore[misc]
+            self._allocate(size)
 
     def send(self, size: int) -> torch.Tensor:
         """Copy the first `size` bytes to the device, on the current stream; returns them there."""
-        if self.device is not self.host:
-            self.device[:size].copy_(self.host[:size], non_blocking=True)
-        return self.device[:size]
+        if self._device is not self.host:
+            self._device[:size].copy_(self.host[:size], non_blocking=True)
+        return self._device[:size]
 
 
 class Landing:

@@ -89,7 +89,7 @@ def _serve(options: argparse.Namespace) -> int:
         log.warning("setting ignored", extra={"reason": warning})
     log.info("starting", extra={"version": __version__, "settings": _shown(resolved)})
     from .lifecycle import Supervisor
-    from .media.decode import CONTRACT
+    from .media import CONTRACT
 
     return Supervisor(resolved.config, CONTRACT).run()
 

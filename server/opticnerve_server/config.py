@@ -268,10 +268,26 @@ class Config:
     max_image_pixels: int = setting(
         _count,
         _LIMITS,
-        "Pixels of one image as sent.",
+        "Pixels of one image, or of one frame of a video, as sent.",
         "8192 x 8192: more than any model reads, 192 MiB decoded.",
         "N",
         default=8192 * 8192,
+    )
+    max_video_frames: int = setting(
+        _count,
+        _LIMITS,
+        "Frames of one video as sent.",
+        "ten minutes at 30 a second: all up to the last one sampled are decoded, by one thread.",
+        "N",
+        default=18_000,
+    )
+    max_video_seconds: float = setting(
+        seconds,
+        _LIMITS,
+        "Seconds that one video lasts.",
+        "an hour: more than any model samples well.",
+        "S",
+        default=3600.0,
     )
     max_item_tokens: int | None = setting(
         _optional_count, _LIMITS, "Tokens of one item.", "the model's own processor is the limit.", "N", default=None

@@ -19,7 +19,7 @@ import torch
 from .batcher import Batch, Part
 from .buffers import Landing, Packing, Ring, Staging
 from .graphs import Graph, GraphManager, eager_capacity
-from .models.base import Tower
+from .models.base import PIXELS, Tower
 from .streams import Event, Streams
 from .types import Capacity, Dispatched, ItemPlan, Load, Outcome, Reason
 
@@ -90,19 +90,26 @@ class Dispatcher:
         use_graphs: bool,
         on_computed: Callable[[], None],
         on_finished: Callable[[Finished], None],
+        video_graphs: bool = True,
     ) -> None:
         """`slots` is the shared arena as a uint8 tensor, pinned where there is a GPU.
 
         `capacities` size landing blocks and ring. `on_computed` is called when the device could take another batch.
+        Without `video_graphs` a batch with a video in it runs eagerly.
         """
         self._tower = tower
         self._graphs = graphs
-        self._use_graphs = use_graphs
+        self._use_graphs, self._video_graphs = use_graphs, video_graphs
         self._slots = slots
         self._streams = Streams(tower.device)
         self._on_computed, self._on_finished = on_computed, on_finished
         rows = max((c.units for planned in capacities.values() for c in planned), default=0)
-        self._landings = [Landing(graphs.pixel_bytes, tower.device) for _ in range(2)]
+        # Pixels of all paths land together, whatever path a batch fills.
+        pixel_bytes = sum(
+            max((tower.buffers(path, c)[PIXELS].nbytes for c in planned), default=0)
+            for path, planned in capacities.items()
+        )
+        self._landings = [Landing(pixel_bytes, tower.device) for _ in range(2)]
         self._staging = [
             {path: Staging(graphs.meta_bytes, tower.device) for path in tower.planner.paths} for _ in range(2)
         ]
@@ -121,16 +128,21 @@ class Dispatcher:
             return self._landings[self._turn].add(self._slots[start : start + part.plan.pixel_bytes])
 
     def run(self, batch: Batch) -> None:
-        """Launch one batch. An exception means that nothing of it will finish; the next batch can still run."""
-        turn, taken_at = self._turn, time.monotonic()
-        self._turn = 1 - turn
-        self._landings[self._turn].open()
+        """Launch one batch. After an exception nothing of it will finish: run it again, or `discard` it."""
+        turn = self._turn
         self._ring_free[turn].acquire()
         try:
-            self._launched.put(self._launch(batch, turn, taken_at))
+            launched = self._launch(batch, turn, time.monotonic())
         except BaseException:
             self._ring_free[turn].release()
             raise
+        self._launched.put(launched)
+        self._turn = 1 - turn
+        self._landings[self._turn].open()
+
+    def discard(self) -> None:
+        """Forget the pixels of a batch whose launch has failed; the device has come to rest."""
+        self._landings[self._turn].open()
 
     def _launch(self, batch: Batch, turn: int, taken_at: float) -> _Launched:
         streams = self._streams
@@ -161,7 +173,8 @@ class Dispatcher:
     def _dispatch(self, path: str, batch: Batch, load: Load, turn: int) -> tuple[PathRun, torch.Tensor, torch.Tensor]:
         """Run one path: the fork of the whole product. Returns how, its output lines, and the block it read."""
         tower = self._tower
-        graph = self._graphs.choose(path, load) if self._use_graphs else Reason.DISABLED
+        allowed = self._use_graphs and (self._video_graphs or all(plan.kind != "video" for plan in batch.plans))
+        graph = self._graphs.choose(path, load) if allowed else Reason.DISABLED
         if isinstance(graph, Graph):
             self._stage(path, batch, graph.packing, self._graphs.arena, turn)
             with self._streams.compute():

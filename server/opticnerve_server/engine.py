@@ -24,15 +24,16 @@ from .batcher import Batch, Batcher, Part
 from .config import Config, parse_token_budgets
 from .dispatcher import Dispatcher, Finished
 from .graphs import GraphManager, GraphsFailed, plan_capacities
+from .hits import Counts
 from .ledger import Ledger
-from .media import decode
+from .media import CONTRACT
 from .messages import EngineReady, Failed, PathState, PhaseChange, Release, Reserve, Rows, Stop, Submit
 from .models import registry
 from .models.base import Tower
 from .peers import Peers
 from .selftest import self_test
 from .slots import Arena
-from .types import Capacity, Outcome, Phase
+from .types import Capacity, Phase
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,9 @@ class Engine:
         config = self.config
         source = registry.open_model(config.model, config.load_format)
         planner = registry.build_planner(source)
+        self.video_graphs = not source.prunes_videos
+        if source.prunes_videos:
+            log.warning("video graphs off", extra={"reason": "video_pruning_rate is set; nothing is pruned"})
         loaded = registry.build_tower(
             source,
             planner,
@@ -100,7 +104,13 @@ class Engine:
         if config.graphs:
             self._capture()
         fingerprint = _digest(
-            loaded.weights_digest, source.processor, decode.CONTRACT, config.alpha_background, dtype, planner.layout
+            loaded.weights_digest,
+            source.processor,
+            source.video_processor,
+            CONTRACT,
+            config.alpha_background,
+            dtype,
+            planner.layout,
         )
         self._publish(source.name, fingerprint, dtype, loaded.attention_backend)
         return loaded.tower, EngineReady(
@@ -116,6 +126,7 @@ class Engine:
             model=source.name,
             architecture=planner.architecture,
             layout=planner.layout,
+            modalities=planner.modalities,
         )
 
     def _capture(self) -> None:
@@ -179,6 +190,7 @@ class Engine:
             _pinned(self.arena, tower.device),
             capacities=self.capacities,
             use_graphs=self.config.graphs,
+            video_graphs=self.video_graphs,
             on_computed=self.batcher.device_free,
             on_finished=self._finished,
         )
@@ -203,18 +215,23 @@ class Engine:
 
     def _run(self, dispatcher: Dispatcher, batch: Batch) -> None:
         """Launch a batch; what a failure means depends on whether the device still works."""
+        failure: tuple[str, str, float | None]
         try:
-            dispatcher.run(batch)
+            try:
+                dispatcher.run(batch)
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()  # what eager forwards of other sizes have left
+                dispatcher.run(batch)
             return
         except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
-            reason, message = "GPU_MEMORY", "the device has no memory for this batch; retry later or send less at once"
+            failure = "GPU_MEMORY", "the device has no memory for this batch; retry later or send less at once", 1.0
         except Exception:
             log.exception("batch failed", extra={"parts": len(batch.parts)})
-            reason, message = "INTERNAL", "the forward failed; the server's log has the details"
+            failure = "INTERNAL", "the forward failed; the server's log has the details", None
         _check_device()
+        dispatcher.discard()
         for part in batch.parts:
-            self._fail(part, reason, message)
+            self._fail(part, *failure)
         assert self.batcher is not None
         self.batcher.device_free()
 
@@ -241,13 +258,13 @@ class Engine:
         self.counts.add(finished)
         self._batch_tokens.observe(max(run.load.units for run in finished.runs))
 
-    def _fail(self, part: Part, reason: str, message: str) -> None:
+    def _fail(self, part: Part, reason: str, message: str, retry_after: float | None = None) -> None:
         """End the item of a part that comes back from the device, or was to go there, without rows."""
         item = part.item
         tell = self.ledger.fail(item)
         self.ledger.from_device(item, part.plan.tokens)
         if tell:
-            self.peers.tell_frontend(item.frontend, Failed(item.call, item.index, reason, message))
+            self.peers.tell_frontend(item.frontend, Failed(item.call, item.index, reason, message, retry_after))
 
     def _idle(self) -> None:
         metrics.GPU_HEARTBEAT.set(time.time())
@@ -292,45 +309,6 @@ class Engine:
         item = self.ledger.submit(frontend, message)
         if item is not None and self.batcher is not None:
             self.batcher.put(item)
-
-
-class Counts:
-    """Counts of dispatches: into metrics, and one log line a minute with traffic."""
-
-    def __init__(self) -> None:
-        self._since = time.monotonic()
-        self._items = {Outcome.HIT: 0, Outcome.MISS: 0}
-        self._units = {"useful": 0, "padding": 0}
-
-    def add(self, finished: Finished) -> None:
-        """Count a batch; on the finisher."""
-        metrics.BATCH_ITEMS.observe(len(finished.results))
-        for run in finished.runs:
-            metrics.DISPATCHES.labels(run.path, run.outcome, run.reason).inc()
-            metrics.DISPATCHED_ITEMS.labels(run.path, run.outcome).inc(run.load.items)
-            metrics.EXECUTE_DURATION.labels(run.path, run.outcome).observe(finished.execute_s)
-            self._items[run.outcome] += run.load.items
-            if run.outcome is Outcome.HIT:
-                metrics.GRAPH_REPLAYS.labels(run.path, str(run.budget)).inc()
-                for kind, units in (("useful", run.load.units), ("padding", run.budget - run.load.units)):
-                    metrics.GRAPH_TOKENS.labels(run.path, kind).inc(units)
-                    self._units[kind] += units
-        if time.monotonic() - self._since >= 60:
-            self._log()
-
-    def _log(self) -> None:
-        hits, misses = self._items[Outcome.HIT], self._items[Outcome.MISS]
-        computed = sum(self._units.values())
-        log.info(
-            "graph hits",
-            extra={
-                "hits": hits,
-                "misses": misses,
-                "hit_ratio": round(hits / max(1, hits + misses), 3),
-                "padding_ratio": round(self._units["padding"] / max(1, computed), 3),
-            },
-        )
-        self.__init__()  # type: ignore[misc]
 
 
 def _thread(target: Callable[[], None], name: str) -> threading.Thread:

@@ -14,7 +14,7 @@ from . import messages
 from .admission import Admission
 from .config import Config
 from .info import Model, ServerState
-from .media import decode
+from .media import CONTRACT
 from .messages import EngineReady, FrontendReady, Occupancy, PhaseChange, Stop
 from .preprocess import Preprocessor
 from .service import EncoderService
@@ -86,7 +86,7 @@ class Frontend:
         instance_id: str,
         open_model: Callable[[Config], Model] = open_model,
     ) -> None:
-        self.state = ServerState(config=config, instance_id=instance_id, decode_contract=decode.CONTRACT)
+        self.state = ServerState(config=config, instance_id=instance_id, decode_contract=CONTRACT)
         self._open_model = open_model
         self._control = control
         self._control.setblocking(False)

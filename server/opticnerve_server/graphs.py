@@ -191,11 +191,6 @@ class GraphManager:
         }
         self.arena_bytes = max((aligned(packing.size) for packing in packings.values()), default=0)
         self.meta_bytes = max((packing.meta_bytes for packing in packings.values()), default=0)
-        # Pixels of all paths land together, whatever path a batch fills.
-        self.pixel_bytes = sum(
-            max((packings[path, c].size - packings[path, c].meta_bytes for c in capacities), default=0)
-            for path, capacities in planned.items()
-        )
         self._packings = packings
         self.arena = torch.zeros(self.arena_bytes, dtype=torch.uint8, device=tower.device)
         self._outputs: dict[str, torch.Tensor] = {}

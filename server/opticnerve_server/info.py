@@ -13,9 +13,6 @@ from .messages import EngineReady, Occupancy
 from .models.base import Planner
 from .types import Phase
 
-MODALITIES = ("image",)
-"""What the service can take, whatever the model reads: videos are named in the contract and not built yet."""
-
 
 @dataclass(frozen=True, slots=True)
 class Model:
@@ -78,13 +75,15 @@ def server_info(state: ServerState, phase: Phase) -> pb.GetServerInfoResponse:
             max_queue_items=config.max_queue_items,
             max_queue_tokens=config.max_queue_tokens,
             max_queue_bytes=config.max_queue_bytes,
+            max_video_frames=config.max_video_frames,
+            max_video_seconds=config.max_video_seconds,
         ),
         decode_contract=state.decode_contract,
-        modalities=[name for name in MODALITIES if name in config.modalities.split(",")],
         occupancy=pb.Occupancy(items=state.occupancy.items, tokens=state.occupancy.tokens, bytes=state.occupancy.bytes),
     )
     if state.ready is not None:
         _describe_engine(info, state.ready)
+        info.modalities.extend(name for name in state.ready.modalities if name in config.modalities.split(","))
     return info
 
 

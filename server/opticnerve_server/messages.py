@@ -166,6 +166,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True, array_like=True):
     model: str = ""  # its name
     architecture: str = ""
     layout: Layout = Layout(0, 0)
+    modalities: tuple[str, ...] = ()  # of the model
 
 
 class Occupancy(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -26,9 +26,12 @@ from .info import Model, ServerState, server_info
 from .messages import ItemRequest, Rows
 from .metrics import Result, Stage
 from .models.base import Planner
-from .preprocess import NeedBytes, PlannedImage, Preprocessor
+from .preprocess import NeedBytes, PlannedItem, Preprocessor
 from .stream import MAX_CHUNK_BYTES, RowStream
 from .types import ROW_BYTES, Dispatched, ItemPlan
+
+MAX_VIDEOS = 32
+"""Videos in one call: each is read from end to end before it is admitted, and has a plan of up to 2048 frames."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +52,17 @@ class _Options:
     def row_bytes(self) -> int:
         return self.planner.layout.width * ROW_BYTES[self.dtype]
 
-    def needs(self, planned: PlannedImage) -> ItemRequest:
+    def needs(self, planned: PlannedItem) -> ItemRequest:
         """What an item needs to be admitted."""
         plan = planned.plan
-        return ItemRequest(plan.tokens, planned.encoded_bytes, plan.pixel_bytes, plan.tokens * self.row_bytes)
+        return ItemRequest(plan.tokens, planned.message.ByteSize(), plan.pixel_bytes, plan.tokens * self.row_bytes)
 
 
 @dataclass(slots=True)
 class _Item:
     """One admitted item on its way."""
 
-    planned: PlannedImage
+    planned: PlannedItem
     admitted: AdmittedItem
     seconds: dict[str, float]  # by stage
     digest: bytes = b""
@@ -107,6 +110,7 @@ class EncoderService(pb_grpc.EncoderServiceServicer):
         model, engine = self._state.require_model()
         _check_model(request.model, model)
         _check_count(len(request.items), MAX_QUEUE_ITEMS)
+        _check_videos(sum(item.WhichOneof("source") == "size" and item.size.frames > 0 for item in request.items))
         plans = await self._preprocessor.plan_sizes(model.planner, request.items)
         return pb.PlanItemsResponse(
             items=[_planned_message(index, plan) for index, plan in enumerate(plans)],
@@ -121,8 +125,8 @@ class EncoderService(pb_grpc.EncoderServiceServicer):
     ) -> AsyncIterator[pb.EncodeResponse]:
         options = self._options(request, context.time_remaining())
         with self._counted():
-            plans = await self._preprocessor.plan_images(options.planner, request.items)
-            planned = [plan for plan in plans if isinstance(plan, PlannedImage)]
+            plans = await self._preprocessor.plan_items(options.planner, request.items)
+            planned = [plan for plan in plans if isinstance(plan, PlannedItem)]
             refused = {index: plan for index, plan in enumerate(plans) if isinstance(plan, ServiceError)}
             # Nothing is sent before admission: after its first message a call is not retried by the channel.
             async with self._admission.reserve({plan.index: options.needs(plan) for plan in planned}) as admitted:
@@ -148,6 +152,7 @@ class EncoderService(pb_grpc.EncoderServiceServicer):
                 metadata={"expected": request.fingerprint, "fingerprint": engine.fingerprint},
             )
         _check_count(len(request.items), self._state.config.max_queue_items, reason="REQUEST_TOO_LARGE")
+        _check_videos(sum(item.WhichOneof("media") in ("encoded_video", "frame_list") for item in request.items))
         if request.dtype not in wire.DTYPES:
             raise _invalid("dtype", f"dtype {request.dtype} is unknown: use one of {sorted(wire.DTYPES)}")
         if request.max_chunk_bytes > MAX_CHUNK_BYTES:
@@ -204,7 +209,9 @@ class EncoderService(pb_grpc.EncoderServiceServicer):
         """From the grant to the last rows in the slot. The item is ready with its first rows, or with its failure."""
         started = time.monotonic()
         try:
-            job = self._preprocessor.prepare(options.planner, item.planned, item.admitted.pixels)
+            job = self._preprocessor.prepare(
+                options.planner, item.planned, item.admitted.pixels, lambda: not item.admitted.is_released
+            )
             item.admitted.written_by(job)
             item.digest = await asyncio.wrap_future(job)
             item.seconds[Stage.PREPROCESS] = time.monotonic() - started
@@ -285,6 +292,16 @@ def _check_count(count: int, limit: int, reason: str = "REQUEST_INVALID") -> Non
             f"the request has {count} items, the limit is {limit}: send fewer in a call",
             subject="items",
             metadata={"resource": "items", "requested": count, "limit": limit},
+        )
+
+
+def _check_videos(count: int) -> None:
+    if count > MAX_VIDEOS:
+        raise ServiceError(
+            "REQUEST_TOO_LARGE",
+            f"the request has {count} videos, the limit is {MAX_VIDEOS}: send fewer in a call",
+            subject="items",
+            metadata={"resource": "videos", "requested": count, "limit": MAX_VIDEOS},
         )
 
 

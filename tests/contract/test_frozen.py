@@ -37,6 +37,8 @@ SETTINGS = {
     "max_queue_tokens": ("--max-queue-tokens", "OPTICNERVE_MAX_QUEUE_TOKENS"),
     "max_queue_bytes": ("--max-queue-bytes", "OPTICNERVE_MAX_QUEUE_BYTES"),
     "max_image_pixels": ("--max-image-pixels", "OPTICNERVE_MAX_IMAGE_PIXELS"),
+    "max_video_frames": ("--max-video-frames", "OPTICNERVE_MAX_VIDEO_FRAMES"),
+    "max_video_seconds": ("--max-video-seconds", "OPTICNERVE_MAX_VIDEO_SECONDS"),
     "max_item_tokens": ("--max-item-tokens", "OPTICNERVE_MAX_ITEM_TOKENS"),
     "max_request_bytes": ("--max-request-bytes", "OPTICNERVE_MAX_REQUEST_BYTES"),
     "startup_timeout": ("--startup-timeout", "OPTICNERVE_STARTUP_TIMEOUT"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,13 @@ import numpy.typing as npt
 import pytest
 
 from golden.make_clips import FILE, PROCESSORS, checksum, describe, synthetic_frames
+from golden.test_patches import gathered
 from opticnerve_server.models.base import PlanError, Sampling, VideoItem
+from opticnerve_server.models.checkpoint import write_checkpoint
 from opticnerve_server.models.grid import PATH, GridPlanner, StillResize
 from opticnerve_server.models.video_processor import read_clips
 from opticnerve_server.types import ItemPlan, Layout
+from oracles import Media
 
 GOLDEN: dict[str, list[Any]] = json.loads(FILE.read_text())
 
@@ -87,6 +91,25 @@ def test_pixels_of_the_official_processors(case: dict[str, Any]) -> None:
     pixels = np.empty(plan.pixel_bytes, np.uint8)
     planner.fill_pixels(iter(synthetic_frames(frames, height, width)), plan, pixels)
     assert describe(official_patches(pixels, plan, planner)) == case["sha256"]
+
+
+TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v")
+"""Architectures of which a tower's own patches are compared."""
+
+
+@pytest.mark.parametrize("architecture", TOWERS)
+def test_towers_pad_the_last_group_as_the_official_processors_do(architecture: str, tmp_path: Path) -> None:
+    write_checkpoint(architecture, tmp_path)
+    planner, batch, expected = planner_of(architecture, do_sample_frames=False), [], []
+    for case in (case for case in GOLDEN["pixels"] if case["architecture"] == architecture):
+        frames, fps, height, width = case["video"]
+        plan = planner.plan(VideoItem(frames, fps, height, width))
+        pixels = np.empty(plan.pixel_bytes, np.uint8)
+        planner.fill_pixels(iter(synthetic_frames(frames, height, width)), plan, pixels)
+        batch.append(Media(plan, pixels.reshape(-1, plan.height, plan.width, 3)))
+        expected.append(case["sha256"])
+    patches = gathered(tmp_path, batch).split([media.plan.tokens * planner.merge**2 for media in batch])
+    assert [describe(part.numpy()) for part in patches] == expected
 
 
 def official_patches(pixels: npt.NDArray[np.uint8], plan: ItemPlan, planner: GridPlanner) -> npt.NDArray[np.float32]:

@@ -71,6 +71,20 @@ def test_a_unit_is_folded_with_that_of_the_next_frame_or_itself(checkpoint: Path
     np.testing.assert_array_equal(tower.gather_index(plans, {PATH: 6}), [0, 1, 2, 4])
 
 
+def test_parts_of_a_video_are_whole_pairs_of_frames(checkpoint: Path) -> None:
+    tower, media = load_tower(checkpoint), media_for("ernie4_5_vl_moe", 6, 2, 4, seed=0, odd=True)
+    parts = tower.planner.split(media.plan, lambda part: part.paths[PATH].units <= 9)
+    assert [part.grid[0] for part in parts] == [4, 2]
+    assert [part.tokens for part in parts] == [4, 2]
+    assert [part.pixel_bytes for part in parts] == [media.frames[:4].nbytes, media.frames[4:].nbytes]
+    rows = [
+        run_tower(tower, [Media(parts[0], media.frames[:4])]),
+        run_tower(tower, [Media(parts[1], media.frames[4:])]),
+    ]
+    assert_close(torch.cat(rows), run_tower(tower, [media]), tower)
+    assert tower.planner.split(media.plan, lambda part: part.paths[PATH].units < 4) == [media.plan]
+
+
 def test_the_original_layout(checkpoint: Path, tmp_path: Path) -> None:
     """Keys of the language model and of the resampler at the top, `mlp_ratio`, and the tower outside of `model`."""
     config = json.loads((checkpoint / "config.json").read_text())

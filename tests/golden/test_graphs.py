@@ -34,7 +34,7 @@ def graphs(architecture: str, tmp_path: Path) -> GraphManager:
     graphs = GraphManager(
         tower,
         plan_capacities(
-            tower.planner.paths, explicit={"": BUDGETS}, cap=None, max_items=None, launches_by_segments=False
+            tower.planner.paths, explicit={"": BUDGETS}, cap=None, max_items=16, launches_by_segments=False
         ),
     )
     with torch.inference_mode():

@@ -11,24 +11,27 @@ import torch
 
 from opticnerve_server.models.base import PIXELS
 from opticnerve_server.types import Capacity
-from oracles import Media, load_model, oracle_rows, random_media, save_model
+from oracles import Media, load_model, media_for, oracle_rows, save_model
+from tiny_models import TINY
 from towers import PATH, assert_close, exact_capacity, load_tower, poison, run_tower
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-PATCHES = {"qwen3_vl": 16, "qwen2_5_vl": 14}
-GRIDS = [(1, 4, 6), (1, 10, 2), (1, 2, 34), (1, 16, 16), (3, 4, 6), (1, 18, 22), (1, 2, 2)]
+ARCHITECTURES = ("qwen3_vl", "qwen2_5_vl", "qwen2_vl", "glm4v", "ernie4_5_vl_moe", "gemma4")
+TOKENS = [(1, 2, 3), (1, 5, 1), (1, 1, 17), (1, 8, 8), (4, 2, 3), (1, 9, 11), (1, 1, 1)]
+"""Groups, and rows and columns of tokens."""
 
 
-def batch_of(architecture: str, grids: list[tuple[int, int, int]]) -> list[Media]:
-    return [random_media(*grid, patch=PATCHES[architecture], seed=i) for i, grid in enumerate(grids)]
+def batch_of(architecture: str, tokens: list[tuple[int, int, int]]) -> list[Media]:
+    side = TINY[architecture].merge
+    return [media_for(architecture, t, h * side, w * side, seed=i) for i, (t, h, w) in enumerate(tokens)]
 
 
-@pytest.mark.parametrize("architecture", PATCHES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_equals_transformers(architecture: str, dtype: str, tmp_path: Path) -> None:
     save_model(architecture, tmp_path)
-    batch, tower = batch_of(architecture, GRIDS), load_tower(tmp_path, dtype, "cuda")
+    batch, tower = batch_of(architecture, TOKENS), load_tower(tmp_path, dtype, "cuda")
     expected = oracle_rows(load_model(tmp_path, getattr(torch, dtype)), tmp_path, batch)
     assert_close(run_tower(tower, batch), expected, tower)
     exact = exact_capacity(batch)
@@ -45,13 +48,13 @@ def stage(tower: Any, batch: list[Media], capacity: Capacity, static: dict[str, 
         static[name].copy_(torch.from_numpy(array))
 
 
-@pytest.mark.parametrize("architecture", PATCHES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_replay_is_bit_equal_to_forward(architecture: str, dtype: str, tmp_path: Path) -> None:
     save_model(architecture, tmp_path)
     tower = load_tower(tmp_path, dtype, "cuda")
-    capacity = Capacity(units=256, items=8, segments=12, longest=512)
-    batches = [batch_of(architecture, grids) for grids in (GRIDS[:2], GRIDS, [(1, 16, 32)], GRIDS[:1])]
+    capacity = Capacity(units=256, items=8, segments=12, longest=256 * TINY[architecture].merge ** 2)
+    batches = [batch_of(architecture, grids) for grids in (TOKENS[:2], TOKENS, [(1, 8, 16)], TOKENS[:1])]
     static = {
         name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device="cuda")
         for name, spec in tower.buffers(PATH, capacity).items()

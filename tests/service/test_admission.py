@@ -34,8 +34,8 @@ async def test_what_an_item_asks_for() -> None:
         assert isinstance(reserve, Reserve)
         assert reserve.indices == [1, 2], "an item that has failed already asks for nothing"
         assert reserve.items == [
-            ItemRequest(tokens=4, encoded_bytes=9 * 15 * 3, pixel_bytes=16 * 16 * 3, row_bytes=4 * 32 * 4),
-            ItemRequest(tokens=1, encoded_bytes=192, pixel_bytes=192, row_bytes=128),
+            ItemRequest(tokens=4, encoded_bytes=items[1].ByteSize(), pixel_bytes=16 * 16 * 3, row_bytes=4 * 32 * 4),
+            ItemRequest(tokens=1, encoded_bytes=items[2].ByteSize(), pixel_bytes=192, row_bytes=128),
         ]
         server.engine.resume()
         answers = await collecting

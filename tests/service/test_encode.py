@@ -175,9 +175,9 @@ INVALID_ITEMS = [
     (pb.Item(raw_image=pb.RawImage(height=1, width=5000, data=bytes(15000))), "IMAGE_INVALID", "sides must lie in"),
     (pb.Item(raw_image=pb.RawImage(height=300, width=200, data=bytes(180000))), "IMAGE_INVALID", "max_image_pixels"),
     (pb.Item(raw_image=pb.RawImage(height=200, width=200, data=bytes(120000))), "ITEM_TOO_LARGE", "625 tokens"),
-    (pb.Item(encoded_video=pb.EncodedVideo(data=b"x")), "UNIMPLEMENTED", "encoded_video"),
-    (pb.Item(frame_list=pb.FrameList()), "UNIMPLEMENTED", "frame_list"),
-    (pb.Item(patches=pb.Patches()), "UNIMPLEMENTED", "patches"),
+    (pb.Item(encoded_video=pb.EncodedVideo(data=b"x")), "IMAGE_INVALID", "none of the known containers"),
+    (pb.Item(frame_list=pb.FrameList()), "IMAGE_INVALID", "no frames"),
+    (pb.Item(patches=pb.Patches()), "IMAGE_INVALID", "the tensors are none"),
     (pb.Item(digest=pb.Digest(sha256=bytes(32))), "UNIMPLEMENTED", "digest"),
 ]
 

@@ -19,10 +19,10 @@ import pytest
 from opticnerve.v1 import encoder_pb2 as pb
 from opticnerve.v1 import encoder_pb2_grpc as pb_grpc
 from opticnerve_server.models.checkpoint import write_checkpoint
-from running_server import WAIT_S, RunningServer, eventually, has_ended, running
+from running_server import HEAVY, SLOWLY, WAIT_S, RunningServer, eventually, has_ended, running
 
 CALLS = 16
-HEAVY, LIGHT = (1792, 1792), (256, 256)
+LIGHT = (256, 256)
 
 Start = Callable[..., RunningServer]
 
@@ -39,7 +39,7 @@ def start(model: Path, tmp_path: Path) -> Iterator[Start]:
     with ExitStack() as servers:
 
         def start(*flags: str) -> RunningServer:
-            return servers.enter_context(running(model, tmp_path, "--token-budgets", "64", *flags))
+            return servers.enter_context(running(model, tmp_path, "--token-budgets", "64", *flags, **SLOWLY))
 
         yield start
 
@@ -76,8 +76,9 @@ class Callers:
 
 async def calls_waiting(server: RunningServer, callers: Callers) -> list[asyncio.Task[str]]:
     """A call of every caller: the device is at work on the first, the others wait for it."""
+    idle = server.engine_seconds()
     calls = [asyncio.create_task(callers.encode(0, HEAVY))]
-    await asyncio.to_thread(eventually, lambda: server.total("opticnerve_inflight_items") == 1)
+    await asyncio.to_thread(server.wait_until_busy, idle)
     calls += [asyncio.create_task(callers.encode(caller)) for caller in range(1, CALLS)]
     await asyncio.to_thread(eventually, lambda: server.total("opticnerve_queue_items") == CALLS)
     assert not any(call.done() for call in calls), "the device was free too early for this test"

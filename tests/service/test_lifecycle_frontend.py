@@ -29,7 +29,7 @@ from opticnerve.v1 import encoder_pb2 as pb
 from opticnerve.v1 import encoder_pb2_grpc as pb_grpc
 from opticnerve_server.config import Config
 from opticnerve_server.info import Model
-from opticnerve_server.messages import Occupancy, PhaseChange, Stop
+from opticnerve_server.messages import FrontendReady, Occupancy, PhaseChange, Stop, encode
 from opticnerve_server.ports import reserve
 from opticnerve_server.processes import Child, inherited_fd, run_frontend
 from opticnerve_server.types import Phase
@@ -58,7 +58,7 @@ async def test_phases_gate_calls_and_info_answers_in_all() -> None:
         assert (first.phase, first.fingerprint, first.instance_id) == (pb.PHASE_LOADING, "", "instance-1")
         assert first.limits.max_request_bytes == 16 << 20
         assert first.decode_contract["damage"]
-        assert list(first.modalities) == ["image"]
+        assert list(first.modalities) == [], "not known before the model is"
 
         server.tell(PhaseChange(Phase.CAPTURING, "7 of 36 graphs"))
         await until(lambda: server.frontend.state.phase is Phase.CAPTURING)
@@ -96,6 +96,7 @@ async def test_a_young_frontend_of_a_ready_engine_is_loading() -> None:
         assert await server.check() == "NOT_SERVING"
         gate.set()
         await server.until_serving()
+        assert await asyncio.to_thread(server.control.recv, 100) == encode(FrontendReady())
         assert len(await collect(server.stub.Encode(REQUEST))) == 3
 
 

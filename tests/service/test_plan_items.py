@@ -46,7 +46,7 @@ async def test_refusals_are_those_of_encode() -> None:
         (size(1, 5000), "IMAGE_INVALID", "sides"),
         (size(300, 300), "IMAGE_INVALID", "max_image_pixels"),
         (size(200, 200), "ITEM_TOO_LARGE", "max_item_tokens"),
-        (size(8, 8, frames=4), "UNIMPLEMENTED", "videos"),
+        (size(8, 8, frames=4), "IMAGE_INVALID", "set its fps"),
         (pb.MediaSize(header=b"no image at all, whatever comes later" * 10), "IMAGE_INVALID", ""),
         (pb.MediaSize(), "IMAGE_INVALID", "neither"),
     ]

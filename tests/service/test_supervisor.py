@@ -198,6 +198,17 @@ def test_phases_health_info_and_metrics(start: Callable[..., Server], tmp_path: 
     assert_nothing_left(server)
 
 
+def test_a_server_is_ready_when_its_front_ends_are(start: Callable[..., Server], tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    server = start(environment={"FAKE_FRONTEND": "slow", "FAKE_GATE": str(gate)})
+    server.listening()
+    eventually(lambda: server.info().model == "tiny")  # the engine is ready
+    assert not server.health()["readiness"]
+    gate.touch()
+    server.event("ready")
+    assert server.health()["readiness"]
+
+
 def test_only_health_and_info_live_on_the_health_port(start: Callable[..., Server]) -> None:
     server = start()
     server.ready()

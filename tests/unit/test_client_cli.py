@@ -64,6 +64,28 @@ async def test_encode_prints_a_row_for_each_item(images: list[Path], capsys: pyt
         assert row == [str(path), "32x192", "1x2x12", "6", "default", "replay", "64", "5.0", f"{checksum:08x}"]
 
 
+async def test_files_named_like_videos_are_sent_as_videos(images: list[Path], tmp_path: Path) -> None:
+    clips = [tmp_path / name for name in ("a.mp4", "b.WEBM", "c.mkv", "d.mov", "e.m4v")]
+    for clip in clips:
+        clip.write_bytes(b"v")
+    service = FakeService(answer_all)
+    async with serving(service) as address:
+        assert await run(address, "encode", *images, *clips) == 0
+    kinds = [item.WhichOneof("media") for item in service.encode_requests[0].items]
+    assert kinds == ["encoded_image"] * 2 + ["encoded_video"] * 5
+
+
+async def test_parts_of_a_long_video_are_told_once(images: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    def in_parts(request: pb.EncodeRequest) -> list[Any]:
+        rows = rows_of(request.items[0])
+        parts = [replay("default", 256)] * 3 + [replay("default", 64)]
+        return [started(0, rows), *chunks(0, rows), finished(0, rows, *parts)]
+
+    async with serving(FakeService(in_parts)) as address:
+        assert await run(address, "encode", images[0]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[4:7] == ["default", "replay", "256+64"]
+
+
 async def test_encode_with_a_failed_item(images: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     async with serving(FakeService(second_fails)) as address:
         assert await run(address, "encode", *images) == 1
@@ -137,6 +159,17 @@ async def test_plan(images: list[Path], capsys: pytest.CaptureFixture[str]) -> N
     assert output.err == "opticnerve: 9000x9000: item 2: as scripted (ITEM_TOO_LARGE)\n"
 
 
+async def test_plan_of_a_video(capsys: pytest.CaptureFixture[str]) -> None:
+    service = FakeService(answer_all)
+    service.plan = lambda _: pb.PlanItemsResponse(items=[pb.PlannedItem(plan=image_plan(5))] * 2)
+    async with serving(service) as address:
+        assert await run(address, "plan", "32@24:720x1280", "7@29.97:48x80") == 0
+    sizes = [(s.size.frames, s.size.fps, s.size.height, s.size.width) for s in service.plan_requests[0].items]
+    assert sizes == [(32, 24.0, 720, 1280), (7, 29.97, 48, 80)]
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert names == ["item", "32@24:720x1280", "7@29.97:48x80"]
+
+
 async def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     info = pb.GetServerInfoResponse(
         version="1.2.3",
@@ -191,7 +224,7 @@ async def test_a_call_that_fails_says_why(images: list[Path], capsys: pytest.Cap
     [
         ([], "required"),
         (["decode"], "invalid choice: 'decode'"),
-        (["encode"], "required: IMAGE"),
+        (["encode"], "required: FILE"),
         (["encode", "no such file.jpg"], "there is no file no such file.jpg"),
         (["encode", __file__, "--dtype", "int8"], "invalid choice: 'int8'"),
         (["encode", __file__, "--out", "/no/such/directory/x.safetensors"], "there is no directory /no/such/directory"),

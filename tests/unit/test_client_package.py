@@ -21,15 +21,21 @@ def test_public_names_are_pinned() -> None:
         "Client",
         "Dispatch",
         "Embedding",
+        "FileSource",
+        "Frames",
         "Grid",
         "ImageSource",
         "ItemPlan",
+        "MediaSource",
         "OpticnerveError",
+        "Patches",
         "ProtocolError",
         "ServerError",
         "SizeSource",
         "Span",
         "Timings",
+        "Video",
+        "VideoSize",
         "digest",
     ]
     submodules = {path.stem for path in PACKAGE.iterdir()}
@@ -47,7 +53,8 @@ def test_importing_the_client_and_its_cli_is_light() -> None:
 
 def test_using_numpy_images_imports_nothing_more() -> None:
     code = (
-        "import sys, numpy, opticnerve.media as media; media.to_items([numpy.zeros((2, 2, 3), 'uint8'), b'x']); "
+        "import sys, numpy, opticnerve.media as media; image = numpy.zeros((2, 2, 3), 'uint8'); "
+        "media.to_items([image, b'x', media.Frames([image], 1), media.Patches({'pixel_values': image})]); "
         "assert not {'torch', 'PIL'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -290,13 +290,36 @@ def test_nan_rows_fail_their_item_and_no_later_one() -> None:
         house.check(call)
 
 
-def test_a_failed_launch_leaves_the_next_batch_unharmed() -> None:
-    house = House(use_graphs=False)
+class FailingOnceTower(FakeTower):
+    """Its first forward finds no memory."""
+
+    def forward(self, path, buffers, capacity):
+        if not self.forwards:
+            self.forwards.append((path, capacity))
+            raise torch.OutOfMemoryError("no memory")
+        return super().forward(path, buffers, capacity)
+
+
+def test_a_batch_whose_launch_failed_can_be_run_again() -> None:
+    house = House(FailingOnceTower(), use_graphs=False)
     house.submit(8, 8)
-    forward, house.tower.forward = house.tower.forward, None  # type: ignore[assignment]
-    with pytest.raises(TypeError):
+    house.submit(8, 16)
+    batch = house.take()
+    with pytest.raises(torch.OutOfMemoryError):
+        house.dispatcher.run(batch)
+    house.dispatcher.run(batch)
+    house.submit(12, 12)
+    house.run_all()
+    for call in range(3):
+        house.check(call)
+
+
+def test_a_discarded_batch_leaves_the_next_one_unharmed() -> None:
+    house = House(FailingOnceTower(), use_graphs=False)
+    house.submit(8, 8)
+    with pytest.raises(torch.OutOfMemoryError):
         house.dispatcher.run(house.take())
-    house.tower.forward = forward  # type: ignore[method-assign]
+    house.dispatcher.discard()
     house.batcher.device_free()
     house.submit(12, 12)
     house.run_all()

@@ -19,7 +19,7 @@ import pytest
 
 from opticnerve_server.media.header import MediaError
 from opticnerve_server.media.video import VideoHeader, VideoLimits, frames, probe
-from video_files import MATROSKA, WEBM, encode, number_of, picture
+from video_files import MATROSKA, WEBM, encode, number_of, picture, sound_alone, without_frames
 
 LIMITS = VideoLimits(max_frames=1000, max_frame_pixels=1 << 16, max_seconds=100.0)
 
@@ -152,19 +152,11 @@ def test_a_file_of_fragments_that_ends_between_them_is_shorter() -> None:
 
 
 def test_no_video_stream() -> None:
-    file = io.BytesIO()
-    with av.open(file, "w", format="mp4") as output:
-        stream = output.add_stream("aac", rate=8000)
-        sound = av.AudioFrame.from_ndarray(np.zeros((1, 8000), np.float32), format="fltp", layout="mono")
-        sound.sample_rate = 8000
-        output.mux(stream.encode(sound))
-        output.mux(stream.encode())
-    refused(file.getvalue(), "no video stream")
+    refused(sound_alone(), "no video stream")
 
 
 def test_zero_frames() -> None:
-    data = encode(5, container_options={"movflags": "frag_keyframe+empty_moov"})
-    refused(data[: data.index(b"moof") - 4], "no frames")
+    refused(without_frames(), "no frames")
 
 
 def test_limits() -> None:

@@ -236,15 +236,15 @@ class Item(google.protobuf.message.Message):
 
     @property
     def encoded_video(self) -> global___EncodedVideo:
-        """A video file. Not built yet: the item fails with UNIMPLEMENTED."""
+        """A video file."""
 
     @property
     def frame_list(self) -> global___FrameList:
-        """A video as a list of frames. Not built yet: the item fails with UNIMPLEMENTED."""
+        """A video as a list of frames."""
 
     @property
     def patches(self) -> global___Patches:
-        """Output of the model's official processor. Not built yet: the item fails with UNIMPLEMENTED."""
+        """Output of the model's official processor."""
 
     @property
     def digest(self) -> global___Digest:
@@ -312,7 +312,7 @@ global___RawImage = RawImage
 
 @typing.final
 class EncodedVideo(google.protobuf.message.Message):
-    """EncodedVideo is a video file."""
+    """EncodedVideo is a video file: MP4, QuickTime, WebM or Matroska, whatever the server's decode contract lists."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -337,7 +337,7 @@ global___EncodedVideo = EncodedVideo
 
 @typing.final
 class FrameList(google.protobuf.message.Message):
-    """FrameList is a video as separate frames."""
+    """FrameList is a video as separate frames. Only those that are sampled are decoded."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -435,14 +435,20 @@ global___Sampling = Sampling
 
 @typing.final
 class Patches(google.protobuf.message.Message):
-    """Patches are named tensors as the model's official processor returns them."""
+    """Patches are one image or one video as the model's official processor returns it: "pixel_values" and "image_grid_thw",
+    or "pixel_values_videos" and "video_grid_thw". Pixels are float32, bfloat16, or uint8 for levels that were not
+    normalised, of shape [t x h x w, 3 x temporal patch x patch x patch]; the grid is int64 [3] or [1, 3]. Normalised
+    pixels must be those of 8-bit levels, as they are where nothing was resized after it was scaled: the tower takes
+    levels, and others are refused. The plan of a video has no frame indices and no timestamps: whoever chose the frames
+    knows them.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TENSORS_FIELD_NUMBER: builtins.int
     @property
     def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NamedTensor]:
-        """The tensors, such as pixel_values and image_grid_thw."""
+        """The two tensors."""
 
     def __init__(
         self,
@@ -560,8 +566,14 @@ class ItemStarted(google.protobuf.message.Message):
     ADDRESS_FIELD_NUMBER: builtins.int
     LEASE_EXPIRY_FIELD_NUMBER: builtins.int
     digest: builtins.bytes
-    """SHA-256 of the canonical media: of the ASCII kind ("encoded_image" or "raw_image") and a zero byte; for a raw image
-    then height and width as 4-byte little-endian integers; then the bytes. 32 bytes.
+    """SHA-256 of the canonical media, 32 bytes: of the ASCII kind, which is the name of the field of Item, and a zero
+    byte, then of what the kind has, integers and fps being little-endian:
+    - encoded_image, encoded_video: the bytes;
+    - raw_image: height and width in 4 bytes each, and the bytes;
+    - frame_list: fps in 8 bytes, and the digest of each frame, which is that of the image as an item;
+    - patches: of each tensor, in the order of their names, name and dtype with a zero byte behind each, the number of
+      axes in 4 bytes, their sizes in 8 bytes each, and the bytes.
+    Sampling is not part of it.
     """
     instance_id: builtins.str
     """Which server process family answered; changes with every start."""
@@ -629,7 +641,7 @@ class ItemPlan(google.protobuf.message.Message):
 
     @property
     def timestamps(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Time in seconds of each temporal group of a video."""
+        """Time in seconds of each temporal group of a video; of each frame where frames share their tokens (ERNIE-4.5-VL)."""
 
     @property
     def spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Span]:
@@ -1023,14 +1035,19 @@ class MediaSize(google.protobuf.message.Message):
         WIDTH_FIELD_NUMBER: builtins.int
         FRAMES_FIELD_NUMBER: builtins.int
         FPS_FIELD_NUMBER: builtins.int
+        SAMPLING_FIELD_NUMBER: builtins.int
         height: builtins.int
         """Height in pixels."""
         width: builtins.int
         """Width in pixels."""
         frames: builtins.int
-        """Frames of a video in the source. Not built yet: the item fails with UNIMPLEMENTED."""
+        """Frames of a video in the source."""
         fps: builtins.float
         """Frames per second of the source."""
+        @property
+        def sampling(self) -> global___Sampling:
+            """How frames of a video are chosen."""
+
         def __init__(
             self,
             *,
@@ -1038,13 +1055,15 @@ class MediaSize(google.protobuf.message.Message):
             width: builtins.int = ...,
             frames: builtins.int = ...,
             fps: builtins.float = ...,
+            sampling: global___Sampling | None = ...,
         ) -> None: ...
-        def ClearField(self, field_name: typing.Literal["fps", b"fps", "frames", b"frames", "height", b"height", "width", b"width"]) -> None: ...
+        def HasField(self, field_name: typing.Literal["sampling", b"sampling"]) -> builtins.bool: ...
+        def ClearField(self, field_name: typing.Literal["fps", b"fps", "frames", b"frames", "height", b"height", "sampling", b"sampling", "width", b"width"]) -> None: ...
 
     SIZE_FIELD_NUMBER: builtins.int
     HEADER_FIELD_NUMBER: builtins.int
     header: builtins.bytes
-    """First bytes of an image file. Too few to know its size: the answer says so."""
+    """First bytes of an image file. Too few to know its size: the answer says so. A video file's do not tell enough."""
     @property
     def size(self) -> global___MediaSize.Size:
         """Known size."""
@@ -1264,7 +1283,7 @@ class GetServerInfoResponse(google.protobuf.message.Message):
 
     @property
     def decode_contract(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """What the server does with unusual image files, as sentences by topic; part of the fingerprint."""
+        """What the server does with unusual files, as sentences by topic; part of the fingerprint."""
 
     @property
     def modalities(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -1339,10 +1358,12 @@ class Limits(google.protobuf.message.Message):
     MAX_QUEUE_ITEMS_FIELD_NUMBER: builtins.int
     MAX_QUEUE_TOKENS_FIELD_NUMBER: builtins.int
     MAX_QUEUE_BYTES_FIELD_NUMBER: builtins.int
+    MAX_VIDEO_FRAMES_FIELD_NUMBER: builtins.int
+    MAX_VIDEO_SECONDS_FIELD_NUMBER: builtins.int
     max_request_bytes: builtins.int
     """Bytes of one request."""
     max_image_pixels: builtins.int
-    """Pixels of one image before its resize."""
+    """Pixels of one image, or of one frame of a video, before its resize."""
     max_item_tokens: builtins.int
     """Tokens of one item."""
     max_queue_items: builtins.int
@@ -1351,6 +1372,10 @@ class Limits(google.protobuf.message.Message):
     """Tokens inside the server."""
     max_queue_bytes: builtins.int
     """Bytes of encoded media, pixels and rows inside the server."""
+    max_video_frames: builtins.int
+    """Frames of one video as sent."""
+    max_video_seconds: builtins.float
+    """Seconds that one video lasts."""
     def __init__(
         self,
         *,
@@ -1360,8 +1385,10 @@ class Limits(google.protobuf.message.Message):
         max_queue_items: builtins.int = ...,
         max_queue_tokens: builtins.int = ...,
         max_queue_bytes: builtins.int = ...,
+        max_video_frames: builtins.int = ...,
+        max_video_seconds: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["max_image_pixels", b"max_image_pixels", "max_item_tokens", b"max_item_tokens", "max_queue_bytes", b"max_queue_bytes", "max_queue_items", b"max_queue_items", "max_queue_tokens", b"max_queue_tokens", "max_request_bytes", b"max_request_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["max_image_pixels", b"max_image_pixels", "max_item_tokens", b"max_item_tokens", "max_queue_bytes", b"max_queue_bytes", "max_queue_items", b"max_queue_items", "max_queue_tokens", b"max_queue_tokens", "max_request_bytes", b"max_request_bytes", "max_video_frames", b"max_video_frames", "max_video_seconds", b"max_video_seconds"]) -> None: ...
 
 global___Limits = Limits
 

@@ -2,7 +2,8 @@
 
     python -m opticnerve_server.bench.tower --model preset:qwen3-vl-8b --transformers
 
-A call begins when the pixels are in the slots and ends when the rows are, so host work and both copies are in it. The
+A call begins when the pixels are in the slots and ends when the rows are, so host work and both copies are in it. Eager
+is one forward of the whole batch; replay is what the dispatcher does, several full graphs for a long clip. The
 transformers column runs its vision model with the same weights, pixels already patched and on the device, and ends when
 the device is done: it has less to do. `error` is the relative difference (norm ratio) of our rows to its.
 """
@@ -23,25 +24,44 @@ import torch
 
 from ..attention import resolve
 from ..config import CPU_TOKEN_CAP, GPU_TOKEN_CAP
-from ..graphs import GraphManager, plan_capacities
+from ..graphs import GraphManager, eager_capacity, plan_capacities
 from ..models import registry
-from ..models.base import ImageItem, Tower
+from ..models.base import ImageItem, Tower, VideoItem
 from ..models.weights import DummyTensors
 from ..selftest import self_test
-from ..types import Capacity, ItemPlan
+from ..types import Capacity, ItemPlan, Load
 from .inprocess import InProcessEngine
 
-BATCHES = {
-    "1x224": [224],
-    "1x336": [336],
-    "4x336": [336] * 4,
-    "8x336": [336] * 8,
-    "20x336": [336] * 20,
-    "1x672": [672],
-    "8x672": [672] * 8,
-    "1x1344": [1344],
-    "1x2048": [2048],
+Media = ImageItem | VideoItem
+
+
+def stills(count: int, side: int) -> list[Media]:
+    return [ImageItem(side, side)] * count
+
+
+def clip(frames: int) -> list[Media]:
+    """One 360p clip, every frame of which is sampled."""
+    return [VideoItem(frames, 2.0, 360, 640)]
+
+
+BATCHES: dict[str, list[Media]] = {
+    "1x224": stills(1, 224),
+    "1x336": stills(1, 336),
+    "4x336": stills(4, 336),
+    "8x336": stills(8, 336),
+    "20x336": stills(20, 336),
+    "1x672": stills(1, 672),
+    "8x672": stills(8, 672),
+    "1x1344": stills(1, 1344),
+    "1x2048": stills(1, 2048),
+    "mixed8": [ImageItem(side, side) for side in (224, 336, 448, 560, 672, 896, 1120, 1344)],
+    "clip8": clip(8),
+    "clip32": clip(32),
+    "clip128": clip(128),
+    "clip768": clip(768),
+    "clip32+4x336": [*clip(32), *stills(4, 336)],
 }
+STILLS = [name for name in BATCHES if "clip" not in name and name != "mixed8"]
 
 
 class RecordingTensors(DummyTensors):
@@ -92,14 +112,17 @@ def reference(source: Any, tensors: RecordingTensors) -> Callable[..., torch.Ten
 
 
 def official_patches(planner: Any, plan: ItemPlan, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    """pixel_values of one still as the official processor lays them out, [rows, 3 * temporal_patch * patch^2]."""
-    p, m = planner.patch, planner.merge
-    image = (pixels.astype(np.float32) - np.float32(255) * np.array(planner.mean, np.float32)) / (
+    """pixel_values of one item as the official processor lays them out, [rows, 3 * temporal_patch * patch^2]."""
+    p, m, pair = planner.patch, planner.merge, planner.temporal_patch
+    frames = pixels.reshape(-1, plan.height, plan.width, 3)
+    frames = np.concatenate([frames, np.repeat(frames[-1:], plan.grid[0] * pair - len(frames), axis=0)])
+    scaled = (frames - np.float32(255) * np.array(planner.mean, np.float32)) / (
         np.float32(255) * np.array(planner.std, np.float32)
     )
-    _, h, w = plan.grid
-    cut = image.reshape(h // m, m, p, w // m, m, p, 3).transpose(0, 3, 1, 4, 6, 2, 5)
-    return np.repeat(cut.reshape(h * w, 3, 1, p, p), planner.temporal_patch, axis=2).reshape(h * w, -1)
+    t, h, w = plan.grid
+    cut = scaled.reshape(t, pair, h // m, m, p, w // m, m, p, 3).transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
+    patches: npt.NDArray[np.float32] = cut.reshape(t * h * w, -1)
+    return patches
 
 
 def median_ms(run: Callable[[], float], repeats: int) -> tuple[float, float]:
@@ -110,13 +133,9 @@ def median_ms(run: Callable[[], float], repeats: int) -> tuple[float, float]:
     return statistics.median(times), times[min(len(times) - 1, int(len(times) * 0.99))]
 
 
-def measure(engine: InProcessEngine, sides: Sequence[int], repeats: int) -> tuple[dict[str, Any], torch.Tensor, Any]:
-    """One batch through the dispatcher: its row of the table, its rows, and its plans and pixels."""
-    planner = engine.tower.planner
-    rng = np.random.default_rng(0)
-    plans = [planner.plan(ImageItem(side, side)) for side in sides]
-    pixels = [rng.integers(0, 256, (plan.height, plan.width, 3), dtype=np.uint8) for plan in plans]
-    items = engine.place(plans, pixels, "bfloat16")
+def measure(engine: InProcessEngine, plans: Sequence[ItemPlan], repeats: int) -> tuple[dict[str, Any], torch.Tensor]:
+    """One batch through the dispatcher: its row of the table and its rows."""
+    items = engine.place(plans, random_pixels(plans), "bfloat16")
     engine.batches.clear()
 
     def run() -> float:
@@ -124,24 +143,29 @@ def measure(engine: InProcessEngine, sides: Sequence[int], repeats: int) -> tupl
         return engine.run(items)
 
     median, p99 = median_ms(run, repeats)
-    finished = engine.batches[-1]
     row = {
-        "tokens": sum(plan.tokens for plan in plans),
         "ms": round(median, 3),
         "p99": round(p99, 3),
         "device_ms": round(statistics.median(b.execute_s for b in engine.batches) * 1e3, 3),
-        "budget": finished.runs[0].budget,
+        "budget": engine.batches[0].runs[0].budget,
         "dispatches": len(engine.batches) / (repeats + 2),
     }
     rows = torch.cat([engine.rows(item) for item in items])
     engine.free(items)
-    return row, rows, (plans, pixels)
+    return row, rows
 
 
-def measure_reference(run: Callable[..., torch.Tensor], planner: Any, batch: Any, device: Any, repeats: int) -> Any:
+def random_pixels(plans: Sequence[ItemPlan]) -> list[npt.NDArray[np.uint8]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 256, plan.pixel_bytes, dtype=np.uint8) for plan in plans]
+
+
+def measure_reference(
+    run: Callable[..., torch.Tensor], planner: Any, plans: Sequence[ItemPlan], device: torch.device, repeats: int
+) -> tuple[float, torch.Tensor]:
     """Median milliseconds of the reference and its rows."""
-    plans, pixels = batch
-    patches = np.concatenate([official_patches(planner, p, x) for p, x in zip(plans, pixels, strict=True)])
+    pairs = zip(plans, random_pixels(plans), strict=True)
+    patches = np.concatenate([official_patches(planner, plan, pixels) for plan, pixels in pairs])
     pixel_values = torch.from_numpy(patches).to(device)
     grid = torch.tensor([plan.grid for plan in plans], device=device)
 
@@ -164,7 +188,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--max-token-budget", type=int, help="largest captured budget")
-    parser.add_argument("--batches", nargs="*", default=list(BATCHES), choices=list(BATCHES))
+    parser.add_argument("--batches", nargs="*", default=STILLS, choices=list(BATCHES))
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--transformers", action="store_true", help="also run transformers' vision model")
     parser.add_argument("--json", help="write the table to this file")
@@ -220,17 +244,20 @@ def _row(
     graphs: GraphManager,
     capacities: dict[str, list[Capacity]],
 ) -> dict[str, Any]:
-    row: dict[str, Any] = {"batch": name}
-    for label, use_graphs in (("replay", True), ("eager", False)):
-        with InProcessEngine(tower, graphs, capacities, use_graphs=use_graphs) as engine:
-            result, rows, batch = measure(engine, BATCHES[name], options.repeats)
-        row["tokens"] = result.pop("tokens")
-        if label == "replay" and not result["budget"]:
-            continue  # above the cap: eager is measured next
-        row[label] = result
+    plans = [tower.planner.plan(media) for media in BATCHES[name]]
+    row: dict[str, Any] = {"batch": name, "tokens": sum(plan.tokens for plan in plans)}
+    whole = {
+        path: [eager_capacity(spec, Load.of(plan.paths[path] for plan in plans))]
+        for path, spec in tower.planner.paths.items()
+    }
+    for label, bounds in (("replay", capacities), ("eager", whole)):
+        with InProcessEngine(tower, graphs, bounds, use_graphs=label == "replay") as engine:
+            result, rows = measure(engine, plans, options.repeats)
+        if label == "eager" or result["budget"]:  # else it is above the cap and eager anyway
+            row[label] = result
     if options.transformers:
         run = _reference(source, tensors)
-        row["transformers_ms"], expected = measure_reference(run, tower.planner, batch, tower.device, options.repeats)
+        row["transformers_ms"], expected = measure_reference(run, tower.planner, plans, tower.device, options.repeats)
         row["error"] = float(f"{(rows.float() - expected.float()).norm() / expected.float().norm():.2e}")
     print(json.dumps(row))
     sys.stdout.flush()

@@ -30,6 +30,11 @@ NEEDED = {b"moov", b"moof", b"mdat"}
 """Boxes that a file is of no use without the last byte of. Others at the end may be anything, such as padding."""
 
 
+def is_video(data: bytes) -> bool:
+    """Whether a file that starts like this claims to be of a known container."""
+    return data.startswith(EBML) or data[4:8] in FIRST_BOXES
+
+
 def find_container(data: bytes) -> str:
     """FFmpeg's name for the container: "mp4" (also QuickTime) or "matroska" (also WebM).
 

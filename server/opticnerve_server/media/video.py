@@ -36,7 +36,7 @@ CONTRACT: dict[str, str] = {
     "the container's own number is not believed. Time n is n divided by the average rate.",
     "video rate": "The container's average rate, unless it is off by a tenth from what the times of its frames say, "
     "which is then taken.",
-    "video size": "The size of the first frame, cropped as the stream says and turned as the display matrix says, by "
+    "video size": "The size of the first frame, cropped as the stream says and turned as its display matrix says, by "
     "quarter turns and mirrors; other matrices are refused, and changes of size. Pixels count as square.",
     "video colour": "YCbCr becomes RGB by the matrix that the stream names, BT.601 where it names none, from the range "
     "that it names, limited where it names none; chroma is interpolated linearly. More than 8 bits become 8. Transfer "
@@ -124,16 +124,19 @@ def frames(data: bytes, indices: Sequence[int], *, max_frame_pixels: int) -> Ite
     target = next(wanted, None)
     reformatter = VideoReformatter()
     size: tuple[int, int] | None = None
+    turn = (False, False, False)
     count = 0
     with _opened(data, max_frame_pixels) as (container, stream):
         for count, frame in enumerate(container.decode(stream)):
             if size is None:
                 _check_size(frame.height, frame.width, max_frame_pixels)
-                size = (frame.width, frame.height)
+                # Once, and not of every frame: one whose side data was looked at is part of a reference cycle, which keeps
+                # its memory until the garbage collector comes by.
+                size, turn = (frame.width, frame.height), _turn(frame)
             if (frame.width, frame.height) != size:
                 raise MediaError("the video changes its size midway: save it anew in one size")
             while count == target:
-                yield _to_rgb(frame, reformatter)
+                yield _to_rgb(frame, reformatter, turn)
                 target = next(wanted, None)
             if target is None:
                 return
@@ -226,9 +229,9 @@ def _turn(frame: av.VideoFrame) -> tuple[bool, bool, bool]:
     raise MediaError("the video is to be shown at an angle or enlarged: save it upright")
 
 
-def _to_rgb(frame: av.VideoFrame, reformatter: VideoReformatter) -> Frame:
+def _to_rgb(frame: av.VideoFrame, reformatter: VideoReformatter, turn: tuple[bool, bool, bool]) -> Frame:
     rgb = reformatter.reformat(frame, format="rgb24", threads=1).to_ndarray()
-    transposed, rows, columns = _turn(frame)
+    transposed, rows, columns = turn
     if transposed:
         rgb = rgb.transpose(1, 0, 2)
     return np.ascontiguousarray(rgb[:: -1 if rows else 1, :: -1 if columns else 1])

@@ -96,6 +96,11 @@ class Planner(Protocol):
     layout: Layout
     paths: dict[str, PathSpec]
 
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        """What `plan` takes: "image", and "video" where the model's own rule for videos can be followed."""
+        ...
+
     def plan(self, item: ImageItem | VideoItem) -> ItemPlan:
         """Pure arithmetic: the same result as the official processor's for every size. Raises PlanError."""
         ...
@@ -115,6 +120,21 @@ class Planner(Protocol):
 
         `media` of a still is one array [height, width, 3]; of a video the frames that `plan.frame_indices` names, in
         that order, taken one by one so that they need not exist at once.
+        """
+        ...
+
+    def plan_patches(self, kind: str, grid: tuple[int, int, int], shape: tuple[int, ...]) -> ItemPlan:
+        """The plan of an "image" or a "video" that comes as patches of `shape` from the official processor.
+
+        It has neither frame indices nor timestamps. Raises PlanError, also where patches cannot be taken.
+        """
+        ...
+
+    def fill_patches(self, patches: npt.NDArray[np.generic], plan: ItemPlan, out: npt.NDArray[np.uint8]) -> None:
+        """Turn patches back into the pixels they were made of, into `out` [pixel_bytes].
+
+        uint8 patches are pixels as they are, those of float32 or bfloat16 are normalised. Raises PlanError for patches
+        that are not of 8-bit pixels.
         """
         ...
 

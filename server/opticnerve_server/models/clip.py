@@ -6,7 +6,7 @@ Official arithmetic: `smart_resize` and `resize` of transformers' video processo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -31,7 +31,7 @@ class Clip:
     second_per_grid_ts: float = 0.0
 
 
-class ClipResize(Protocol):
+class ClipSize(Protocol):
     """From the number of sampled frames and their size to the size after the resize."""
 
     def __call__(self, frames: int, height: int, width: int) -> tuple[int, int]:
@@ -104,11 +104,11 @@ class SampledClips:
     """Sample, then resize."""
 
     sample: Sampler
-    resize: ClipResize
+    resize: ClipSize
     temporal_patch: int
     centred: bool = False  # the time of a group is the middle of its first and last frame, not its first
     seconds_per_grid: bool = False  # second_per_grid_ts is given
-    stamps: Stamps | None = field(default=None)
+    stamps: Stamps | None = None
 
     def __call__(self, item: VideoItem) -> Clip:
         if min(item.height, item.width) < 1:

@@ -126,27 +126,26 @@ class Attention:
     """Attention whose queries, keys and values are normalised head by head; its scores are not scaled."""
 
     def __init__(self, source: TensorSource, name: str, config: Gemma4Config, backend: AttentionBackend) -> None:
-        width, self.heads, self.head_dim = config.hidden_size, config.num_heads, config.head_dim
-        inner, eps = self.heads * self.head_dim, config.rms_norm_eps
-        self.q, self.k, self.v = (
-            ClippedLinear.take(source, f"{name}.{x}_proj", width, inner, config) for x in ("q", "k", "v")
-        )
+        self.heads, self.head_dim, self.backend = config.num_heads, config.head_dim, backend
+        width, inner = config.hidden_size, self.heads * self.head_dim
+        # Backends divide scores by sqrt(head_dim): the norm's weight makes up for it, before anything is rounded.
+        self.q, self.q_norm = self._turning(source, f"{name}.q", config, math.sqrt(self.head_dim))
+        self.k, self.k_norm = self._turning(source, f"{name}.k", config, 1)
+        self.v = ClippedLinear.take(source, f"{name}.v_proj", width, inner, config)
+        self.v_norm = Norm(None, config.rms_norm_eps)
         self.out = ClippedLinear.take(source, f"{name}.o_proj", inner, width, config)
-        self.q_norm, self.k_norm = (Norm.take(source, f"{name}.{x}_norm", self.head_dim, eps) for x in ("q", "k"))
-        self.v_norm = Norm(None, eps)
-        self.backend = backend
-        self.q, self.k = self._paired(self.q), self._paired(self.k)
-        # Backends divide scores by sqrt(head_dim); the norm's weight makes up for it, before anything is rounded.
-        self.q_norm = self._paired_norm(self.q_norm, math.sqrt(self.head_dim))
-        self.k_norm = self._paired_norm(self.k_norm, 1.0)
 
-    def _paired(self, layer: ClippedLinear) -> ClippedLinear:
-        """Each half of a head turns by itself, the first with the column, the second with the row."""
-        return replace(layer, linear=Linear(paired(layer.linear.weight, 2 * self.heads), None))
+    def _turning(
+        self, source: TensorSource, name: str, config: Gemma4Config, scale: float
+    ) -> tuple[ClippedLinear, Norm]:
+        """A projection and its norm, scaled, in the order that `rotate` wants.
 
-    def _paired_norm(self, norm: Norm, factor: float) -> Norm:
-        assert norm.weight is not None
-        return replace(norm, weight=paired(norm.weight, 2) * factor)
+        Each half of a head turns by itself, the first with the column and the second with the row.
+        """
+        layer = ClippedLinear.take(source, f"{name}_proj", config.hidden_size, self.heads * self.head_dim, config)
+        layer = replace(layer, linear=Linear(paired(layer.linear.weight, 2 * self.heads), None))
+        weight = source.take(f"{name}_norm.weight", self.head_dim).float()
+        return layer, Norm(paired(weight, 2) * scale, config.rms_norm_eps)
 
     def __call__(self, x: torch.Tensor, turns: torch.Tensor, segments: Segments) -> torch.Tensor:
         rows, shape = x.shape[0], (x.shape[0], self.heads, self.head_dim)
@@ -253,6 +252,7 @@ class Gemma4Tower(GridTower):
             mean=read_channels(settings, "image_mean"),
             std=read_channels(settings, "image_std"),
             max_clip_units=CLIP_TOKENS,
+            takes_patches=False,
         )
 
     def forward(self, path: str, buffers: Mapping[str, torch.Tensor], capacity: Capacity) -> torch.Tensor:

@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from ..types import ItemPlan, Layout, PathPlan, Span
 from .base import ImageItem, PathSpec, PlanError, VideoItem
-from .clip import NO_CLIPS, Clip, ClipRule, clip_plan
+from .clip import NO_CLIPS, Clip, ClipRule, NoClips, clip_plan
+from .patches import PatchFormat
 from .processor import QWEN2_VL, ProcessorClass, read_processor
 
 PATH = "default"
@@ -132,7 +133,8 @@ class GridPlanner:
 
     `patch` and `merge` are sides in pixels and in patches; `mean` and `std` are of values scaled to 0..1, in RGB order.
     `fold` temporal groups of a video share their tokens, a token being as many units. `max_clip_units` is of the
-    largest video, where that is larger than the largest image. Raises ValueError when a number makes no sense.
+    largest video, where that is larger than the largest image; `takes_patches` means that patches of the official
+    processor are in PatchFormat. Raises ValueError when a number makes no sense.
     """
 
     architecture: str
@@ -147,6 +149,7 @@ class GridPlanner:
     min_units: int = 64
     max_clip_units: int = 0
     clips: ClipRule = NO_CLIPS
+    takes_patches: bool = True
     paths: dict[str, PathSpec] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -193,6 +196,11 @@ class GridPlanner:
             fold=fold,
         )
 
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        """See `base.Planner.modalities`."""
+        return ("image",) if isinstance(self.clips, NoClips) else ("image", "video")
+
     def plan(self, item: ImageItem | VideoItem) -> ItemPlan:
         """See `base.Planner.plan`. Refuses exactly what the official processor refuses."""
         return self._plan_video(self.clips(item)) if isinstance(item, VideoItem) else self._plan_image(item)
@@ -206,7 +214,10 @@ class GridPlanner:
                 f"the image is {item.height} x {item.width} pixels (height x width): both sides must be at least 1; "
                 "send an image that has pixels"
             )
-        height, width = self.resize(item.height, item.width)
+        return self._still(*self.resize(item.height, item.width))
+
+    def _still(self, height: int, width: int) -> ItemPlan:
+        """The plan of an image whose size after the resize this is."""
         grid = (1, height // self.patch, width // self.patch)
         rows = grid[1] * grid[2]
         tokens = rows // (self.merge * self.merge)
@@ -263,6 +274,39 @@ class GridPlanner:
             assert isinstance(media, np.ndarray)
             (target,) = targets
             self._resize_into(media, target)
+
+    def plan_patches(self, kind: str, grid: tuple[int, int, int], shape: tuple[int, ...]) -> ItemPlan:
+        """See `base.Planner.plan_patches`."""
+        if not self.takes_patches:
+            raise PlanError("patches of this model are not supported: send the image or video itself")
+        self._patch_format.check(kind, grid, shape)
+        t, height, width = grid[0], grid[1] * self.patch, grid[2] * self.patch
+        if kind == "image":
+            return self._still(height, width)
+        frames = t * self.temporal_patch
+        clip = Clip(
+            frame_indices=tuple(range(frames)),
+            frame_times=(0.0,) * frames,
+            timestamps=(0.0,) * (t // self.fold),
+            height=height,
+            width=width,
+        )
+        return msgspec.structs.replace(self._plan_video(clip), frame_indices=(), timestamps=())
+
+    def fill_patches(self, patches: npt.NDArray[np.generic], plan: ItemPlan, out: npt.NDArray[np.uint8]) -> None:
+        """See `base.Planner.fill_patches`."""
+        self._patch_format.restore(patches, plan, out)
+
+    @property
+    def _patch_format(self) -> PatchFormat:
+        return PatchFormat(
+            patch=self.patch,
+            merge=self.merge,
+            temporal_patch=self.temporal_patch,
+            fold=self.fold,
+            mean=self.mean,
+            std=self.std,
+        )
 
     def _resize_into(self, media: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8]) -> None:
         if media.shape == target.shape:

@@ -66,6 +66,11 @@ class ModelSource:
     directory: Path | None
     video_processor: dict[str, Any] | None = None  # video_preprocessor_config.json, if there
 
+    @property
+    def prunes_videos(self) -> bool:
+        """Whether the checkpoint asks to drop tokens of videos by what is in them (EVS)."""
+        return bool(self.config.get("video_pruning_rate"))
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedTower:

@@ -13,9 +13,8 @@ from typing import Any
 
 from . import sampling
 from .base import Sampling
-from .clip import ClipResize, EachFrame, SampledClips, WholeClip
-from .grid import ClipResize as WholeClipRule
-from .grid import GridPlanner, StillResize
+from .clip import ClipSize, EachFrame, SampledClips, WholeClip
+from .grid import ClipResize, GridPlanner, StillResize
 from .processor import COMMON, ProcessorClass, ProcessorError, read_channels, read_limits, read_settings, require
 from .sampling import FrameSampler, SamplingSettings
 from .soft_tokens import SOFT_TOKENS, SoftTokenResize
@@ -137,7 +136,8 @@ def read_clips(video: Mapping[str, object], planner: GridPlanner, directory: Pat
     kind = ProcessorClass(types=(name,), defaults=cls.defaults, overrides=cls.older)
     settings = read_settings({k: v for k, v in video.items() if not k.endswith("_processor_type")}, kind)
     of_tower, frames = "it must be that of the tower in config.json", cls.temporal_patch or planner.temporal_patch
-    require(settings, "do_normalize", True, "pixels are always normalised")
+    if cls.family != GEMMA:  # whose mean and deviation change nothing
+        require(settings, "do_normalize", True, "pixels are always normalised")
     require(settings, "patch_size", patch, of_tower)
     require(settings, "pooling_kernel_size" if cls.family == GEMMA else "merge_size", merge, of_tower)
     if "temporal_patch_size" in settings:
@@ -198,7 +198,7 @@ def _sampler(settings: Mapping[str, Any], cls: VideoProcessorClass, temporal_pat
 
 def _resize(
     settings: Mapping[str, Any], cls: VideoProcessorClass, kind: ProcessorClass, *, factor: int, temporal_patch: int
-) -> ClipResize:
+) -> ClipSize:
     if cls.family == GEMMA:
         tokens = settings["max_soft_tokens"]
         if tokens not in SOFT_TOKENS:
@@ -206,7 +206,7 @@ def _resize(
         return EachFrame(SoftTokenResize(side=factor, max_soft_tokens=tokens))
     least, most = read_limits(settings, kind)
     if cls.whole_clip:
-        rule = WholeClipRule(factor=factor, min_pixels=least, max_pixels=most, temporal_patch=temporal_patch)
+        rule = ClipResize(factor=factor, min_pixels=least, max_pixels=most, temporal_patch=temporal_patch)
         return WholeClip(rule, temporal_patch)
     return EachFrame(StillResize(factor=factor, min_pixels=least, max_pixels=most))
 

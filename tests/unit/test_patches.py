@@ -1,0 +1,139 @@
+"""Patches of the official processors, turned back into the pixels they were made of; what is no such patches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from opticnerve_server.models import registry
+from opticnerve_server.models.base import ImageItem, PlanError
+from opticnerve_server.models.grid import GridPlanner
+from opticnerve_server.models.presets import PROCESSORS
+from opticnerve_server.types import ItemPlan
+from oracles import Media, media_for, official_patches
+from tiny_models import TINY
+
+PRESETS = {
+    "qwen3_vl": "qwen3-vl-2b",
+    "qwen3_5": "qwen3.5-0.8b",
+    "qwen2_5_vl": "qwen2.5-vl-3b",
+    "glm4v": "glm-4.1v-9b",
+    "ernie4_5_vl_moe": "ernie-4.5-vl-28b-a3b",
+}
+EXACT = ("qwen3_vl", "qwen3_5")
+"""Their normalisation keeps pixel values apart in bfloat16, over all of its range."""
+
+
+def planner_of(architecture: str) -> GridPlanner:
+    planner = registry.build_planner(registry.open_model(f"preset:{PRESETS[architecture]}", "dummy"))
+    assert isinstance(planner, GridPlanner)
+    return planner
+
+
+def patches_of(architecture: str, media: Media, directory: Path) -> npt.NDArray[np.float32]:
+    """`pixel_values` of the official processor."""
+    settings = {key: value for key, value in PROCESSORS[architecture].items() if key != "image_processor_type"}
+    TINY[architecture].processor(**settings).save_pretrained(directory)
+    return official_patches(architecture, directory, media).numpy()
+
+
+def restored(planner: GridPlanner, patches: npt.NDArray[Any], kind: str, grid: Any) -> tuple[ItemPlan, Any]:
+    """The plan and the frames [frames, height, width, 3]."""
+    plan = planner.plan_patches(kind, tuple(grid), patches.shape)
+    out = np.empty(plan.pixel_bytes, np.uint8)
+    planner.fill_patches(patches, plan, out)
+    return plan, out.reshape(-1, plan.height, plan.width, 3)
+
+
+@pytest.mark.parametrize("architecture", PRESETS)
+@pytest.mark.parametrize(("t", "odd"), [(1, False), (4, False), (4, True)])
+def test_the_pixels_come_back(architecture: str, t: int, odd: bool, tmp_path: Path) -> None:
+    planner = planner_of(architecture)
+    media = media_for(architecture, t, 4, 6, seed=t, odd=odd)
+    patches = patches_of(architecture, media, tmp_path)
+    kind = "image" if t == 1 else "video"
+    frames = media.frames
+    if odd:
+        frames = np.concatenate([frames, frames[-1:]])
+    plan, wide = restored(planner, patches, kind, (t, 4, 6))
+    assert (wide == frames).all()
+    assert (plan.kind, plan.grid, plan.tokens, plan.merge) == (kind, (t, 4, 6), media.plan.tokens, 2)
+    assert (plan.frame_indices, plan.timestamps) == ((), ())
+    assert sum(span.rows for span in plan.spans) == plan.tokens
+    _, narrow = restored(planner, patches.astype(ml_dtypes.bfloat16), kind, (t, 4, 6))
+    difference = np.abs(narrow.astype(int) - frames)
+    assert difference.max() <= (0 if architecture in EXACT else 1)
+    assert difference[frames < 250].max() == 0
+    mean, std = (255 * np.array(numbers)[:, None] for numbers in (planner.mean, planner.std))
+    levels = np.rint(patches.reshape(len(patches), 3, -1) * std + mean)
+    assert (restored(planner, levels.astype(np.uint8).reshape(patches.shape), kind, (t, 4, 6))[1] == frames).all()
+
+
+def test_the_plan_of_a_still_is_that_of_the_image() -> None:
+    planner = planner_of("qwen3_vl")
+    image = planner.plan(ImageItem(320, 512))
+    assert planner.plan_patches("image", (1, 20, 32), (640, 3 * 2 * 256)) == image
+
+
+def numbered(planner: GridPlanner) -> npt.NDArray[np.float32]:
+    """Good patches of a grid 1 x 2 x 4, all pixels 128."""
+    shape = (8, 3 * planner.temporal_patch * planner.patch**2)
+    return np.full(shape, (128 / 255 - 0.5) / 0.5, np.float32)
+
+
+CHANGES = [
+    (2.0, "not 8-bit pixels"),
+    (1e38, "not 8-bit pixels"),
+    (float("nan"), "NaN or infinity"),
+    (float("inf"), "NaN or infinity"),
+    (2 / 255, "frames of pixel_values differ"),
+]
+SMALL = [(0.003, "not 8-bit pixels"), (-0.0006, "not 8-bit pixels")]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "change", "match"),
+    [(np.float32, *case) for case in CHANGES + SMALL] + [(ml_dtypes.bfloat16, *case) for case in CHANGES],
+)
+def test_other_numbers_are_refused(dtype: Any, change: float, match: str) -> None:
+    planner = planner_of("qwen3_vl")
+    patches = numbered(planner)
+    patches[5, 7] += np.float32(change)
+    with pytest.raises(PlanError, match=match):
+        restored(planner, patches.astype(dtype), "image", (1, 2, 4))
+
+
+def test_resized_after_normalising_is_refused_in_bfloat16_too() -> None:
+    planner = planner_of("qwen3_vl")
+    smooth = np.random.default_rng(0).uniform(-1, 1, numbered(planner).shape)
+    with pytest.raises(PlanError, match="not 8-bit pixels"):
+        restored(planner, smooth.astype(ml_dtypes.bfloat16), "image", (1, 2, 4))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind", "grid", "shape", "match"),
+    [
+        ("qwen3_vl", "image", (2, 2, 4), (16, 1536), "an image has one temporal group"),
+        ("qwen3_vl", "image", (1, 3, 4), (12, 1536), "multiples of 2"),
+        ("qwen3_vl", "image", (1, 0, 4), (0, 1536), "must be positive"),
+        ("qwen3_vl", "image", (-1, -2, 4), (8, 1536), "must be positive"),
+        ("qwen3_vl", "video", (1 << 40, 2, 4), (8, 1536), r"of shape \[8, 1536\], a grid of"),
+        ("qwen3_vl", "image", (1, 2, 4), (8, 1176), r"has \[8, 1536\] for this model"),
+        ("qwen3_vl", "image", (1, 2, 4), (1, 8, 1536), r"of shape \[1, 8, 1536\]"),
+        ("ernie4_5_vl_moe", "video", (3, 2, 4), (24, 588), "a multiple of 2"),
+    ],
+)
+def test_other_grids_are_refused(architecture: str, kind: str, grid: Any, shape: Any, match: str) -> None:
+    with pytest.raises(PlanError, match=match):
+        planner_of(architecture).plan_patches(kind, grid, shape)
+
+
+def test_gemma_takes_no_patches() -> None:
+    planner = registry.build_planner(registry.open_model("preset:gemma-4-e2b", "dummy"))
+    with pytest.raises(PlanError, match="patches of this model are not supported"):
+        planner.plan_patches("image", (1, 3, 3), (9, 768))
