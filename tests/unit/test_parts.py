@@ -10,6 +10,7 @@ import torch
 
 from opticnerve_server.bench.inprocess import InProcessEngine
 from opticnerve_server.graphs import GraphManager, holds, plan_capacities
+from opticnerve_server.models.base import VideoItem
 from opticnerve_server.models.checkpoint import write_checkpoint
 from opticnerve_server.models.grid import GridPlanner
 from opticnerve_server.types import Capacity, ItemPlan, Load, Outcome, PathPlan, Span
@@ -94,3 +95,28 @@ def test_rows_equal_one_eager_forward(architecture: str, tmp_path: Path) -> None
     assert len(replayed.batches) >= 6
     for mine, reference in zip(parts, whole, strict=True):
         assert (mine - reference).norm() <= 1e-5 * reference.norm()
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_vl", "qwen2_5_vl", "glm4v"])
+@pytest.mark.parametrize("frames", [130, 768])
+def test_clips_of_many_short_segments(architecture: str, frames: int, tmp_path: Path) -> None:
+    """More segments than tokens of many budgets: capacities derived by division break here."""
+    write_checkpoint(architecture, tmp_path, 0)
+    tower = load_tower(tmp_path)
+    plan = tower.planner.plan(VideoItem(frames, 2.0, 112, 112))
+    pixels = [np.random.default_rng(frames).integers(0, 256, plan.pixel_bytes, dtype=np.uint8)]
+    few = {"default": [Capacity(96, 2, 3, 384), Capacity(512, 8, 16, 2048)]}
+    graphs = GraphManager(tower, few)
+    with torch.inference_mode():
+        graphs.capture(lambda *_: None, on_failure="fail")
+    rows = []
+    for capacities in (few, {"default": [Capacity(plan.tokens, 1, plan.grid[0], 2048)]}):
+        with InProcessEngine(tower, graphs, capacities, use_graphs=capacities is few, slot_bytes=256 << 20) as engine:
+            items = engine.place([plan], pixels, "float32")
+            engine.run(items)
+            rows.append(engine.rows(items[0]))
+            engine.free(items)
+            largest = max(run.load.segments for batch in engine.batches for run in batch.runs)
+            assert largest == (16 if capacities is few else plan.grid[0])
+    assert torch.isfinite(rows[0]).all()
+    assert (rows[0] - rows[1]).norm() <= 1e-5 * rows[1].norm()
