@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import socket
+import threading
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
@@ -125,6 +126,29 @@ async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not happen"
         await asyncio.sleep(0.005)
+
+
+async def until_gone(server: Harness) -> None:
+    """Return when nothing of any call is left inside."""
+    await until(server.frontend._service.idle.is_set)
+    await until(lambda: not server.engine.slots)
+    await until(lambda: not leftover_tasks())
+
+
+class Gate:
+    """Holds threads at the start of a function."""
+
+    def __init__(self) -> None:
+        self.inside = 0
+        self.open = threading.Event()
+
+    def before(self, function: Callable[..., object]) -> Callable[..., object]:
+        def waiting(*args: object) -> object:
+            self.inside += 1
+            assert self.open.wait(10)
+            return function(*args)
+
+        return waiting
 
 
 def picture(height: int, width: int, seed: int = 0) -> npt.NDArray[np.uint8]:

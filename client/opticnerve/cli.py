@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -16,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from opticnerve.client import DEFAULT_SERVER, DEFAULT_TIMEOUT_S
 from opticnerve.errors import OpticnerveError, ServerError
-from opticnerve.media import MediaSource, SizeSource, Video, VideoSize
+from opticnerve.media import MAX_SIZE, MediaSource, SizeSource, Video, VideoSize
 from opticnerve.sync import Client
 from opticnerve.tensors import Array, Embedding, ItemPlan
 from opticnerve.v1 import encoder_pb2 as pb
@@ -98,7 +99,7 @@ def _encode(client: Client, args: argparse.Namespace) -> int:
     answers = client.encode([_media(file) for file in args.files], dtype=args.dtype, return_errors=True)
     for index, (file, answer) in enumerate(zip(args.files, answers, strict=True)):
         if isinstance(answer, ServerError):
-            failures.append(f"{file}: {answer}")
+            failures.append(_failure(str(file), answer))
             rows.append([str(file), "-", "-", "-", "-", "failed", "-", "-", "-"])
             records.append({"item": str(file), "error": _error_record(answer)})
         else:
@@ -107,7 +108,11 @@ def _encode(client: Client, args: argparse.Namespace) -> int:
             if args.out:
                 tensors[str(index)] = answer.array
     if args.out:
-        save_file(tensors, args.out, {str(index): json.dumps(record) for index, record in enumerate(records)})
+        metadata = {str(index): json.dumps(record) for index, record in enumerate(records)}
+        try:
+            args.out.write_bytes(save(tensors, metadata))  # not save_file, whose files only their owner may read
+        except OSError as error:
+            failures.append(f"cannot write {args.out}: {error.strerror}; name another file with --out")
     return _report(args, _ENCODE_HEADER, rows, records, failures)
 
 
@@ -118,7 +123,7 @@ def _plan(client: Client, args: argparse.Namespace) -> int:
     for size, answer in zip(args.sizes, client.plan(args.sizes, return_errors=True), strict=True):
         name = _size_name(size)
         if isinstance(answer, ServerError):
-            failures.append(f"{name}: {answer}")
+            failures.append(_failure(name, answer))
             rows.append([name, "-", "-", "-"])
             records.append({"item": name, "error": _error_record(answer)})
         else:
@@ -153,6 +158,11 @@ def _report(
     for failure in failures:
         print(f"opticnerve: {failure}", file=sys.stderr)
     return 1 if failures else 0
+
+
+def _failure(name: str, error: ServerError) -> str:
+    """The sentence of an item that its name tells better than its index."""
+    return f"{name}: {error.message} ({error.reason or error.code})"
 
 
 def _plan_row(plan: ItemPlan) -> list[str]:
@@ -253,6 +263,10 @@ def _writable_file(text: str) -> Path:
     path = Path(text)
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no directory {path.parent}")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a directory: name a file in it")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path} cannot be written: name a file elsewhere")
     return path
 
 
@@ -265,6 +279,8 @@ def _size(text: str) -> SizeSource:
     if match is None:
         return _existing_file(text)
     frames, fps, height, width = match.groups()
+    if max(int(height), int(width), int(frames or 0)) > MAX_SIZE:
+        raise argparse.ArgumentTypeError(f"{text} is no size: its numbers must be at most {MAX_SIZE}")
     if frames is None:
         return int(height), int(width)
     return VideoSize(int(frames), float(fps), int(height), int(width))

@@ -10,10 +10,11 @@ from typing import Any, Literal, Self, TypeVar, overload
 
 import grpc.aio
 
-from opticnerve.channel import Connection, to_server_error
+from opticnerve.channel import SERVICE, Connection, to_server_error
 from opticnerve.errors import (
     DeadlineExceededError,
     ImageInvalidError,
+    NotFoundError,
     ProtocolError,
     RequestTooLargeError,
     ResourceExhaustedError,
@@ -186,7 +187,14 @@ class AsyncClient:
         """
         patience = self._patience(timeout)
         connection = self._connection(wait_until_ready=False)
-        return await self._result(connection.check_health(service, patience.left()), patience, waited=False)
+        try:
+            return await self._result(connection.check_health(service, patience.left()), patience, waited=False)
+        except NotFoundError as error:
+            raise NotFoundError(
+                f"the server's health has no name {service!r}: ask for {SERVICE}, readiness, startup or liveness, or "
+                "for none, which is the whole server",
+                code=error.code,
+            ) from error
 
     def _patience(self, timeout: float | None) -> Patience:
         return Patience(self._timeout if timeout is None else timeout)
@@ -301,9 +309,11 @@ def _read_planned(
         return ItemPlan.from_wire(planned.plan)
     if result == "failed":
         return from_item(planned.failed, index)
-    if result != "need_bytes" or size.WhichOneof("source") != "header" or planned.need_bytes <= header_bytes:
-        raise ProtocolError(f"size {index}: the server answers {result or 'nothing'} to {header_bytes} header bytes")
-    if len(size.header) < header_bytes:
-        message = f"the file ends after {len(size.header)} bytes, before its size is known"
+    sent = len(size.header)
+    if result != "need_bytes" or size.WhichOneof("source") != "header" or planned.need_bytes <= sent:
+        raise ProtocolError(f"size {index}: the server answers {result or 'nothing'} to {sent} header bytes")
+    if sent < header_bytes:
+        ends = f"ends after {sent} bytes, before its size is known" if sent else "is empty"
+        message = f"the image file {ends}: give the whole file"
         return ImageInvalidError(message, code="INVALID_ARGUMENT", reason="IMAGE_INVALID", index=index)
     return planned.need_bytes

@@ -102,7 +102,8 @@ class RequestTooLargeError(InvalidArgumentError):
 
 
 class ImageInvalidError(InvalidArgumentError):
-    """The bytes are no image that the server decodes, or its image has too many pixels."""
+    """The item cannot be taken as it is: bytes that are no image or video that the server decodes, too many pixels,
+    or a sampling that its video or the model has no answer to."""
 
 
 class ItemTooLargeError(InvalidArgumentError):

@@ -27,6 +27,9 @@ EXIF orientation is applied to files only, by the server."""
 FileSource: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview"
 """A file, as its path or its bytes."""
 
+MAX_SIZE = (1 << 32) - 1
+"""Largest side or number of frames that the wire has room for."""
+
 _BYTES = (bytes, bytearray, memoryview)
 _TENSOR_DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype("<f4"),
@@ -68,7 +71,8 @@ class Frames:
 @dataclass(frozen=True, slots=True, eq=False)
 class Patches:
     """One image or one video as the model's official processor returns it: "pixel_values" and "image_grid_thw", or
-    "pixel_values_videos" and "video_grid_thw", as numpy arrays or torch tensors of float32, bfloat16, uint8 or int64.
+    "pixel_values_videos" and "video_grid_thw"; of Gemma 4 "image_position_ids" and "video_position_ids" instead of
+    grids. Numpy arrays or torch tensors of float32, bfloat16, uint8 or int64.
     """
 
     tensors: Mapping[str, np.ndarray[Any, Any] | Tensor]
@@ -106,14 +110,14 @@ def to_items(sources: Iterable[MediaSource]) -> list[pb.Item]:
 
 
 def to_media_size(source: SizeSource, header_bytes: int, index: int) -> pb.MediaSize:
-    """The size of one item, or the first `header_bytes` of its file."""
-    if isinstance(source, VideoSize):
-        size = pb.MediaSize.Size(height=source.height, width=source.width, frames=source.frames, fps=source.fps)
-        size.sampling.CopyFrom(_sampling(source, source.sample_fps))
-        return pb.MediaSize(size=size)
-    if isinstance(source, tuple):
-        height, width = source
-        return pb.MediaSize(size=pb.MediaSize.Size(height=height, width=width))
+    """The size of one item, or the first `header_bytes` of its file. Raises as `to_items` does."""
+    if isinstance(source, (tuple, VideoSize)):
+        try:
+            return pb.MediaSize(size=_to_size(source))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"item {index}: {source} is no size: give whole numbers from 0 to {MAX_SIZE}, and rates as numbers"
+            ) from error
     if isinstance(source, _BYTES):
         return pb.MediaSize(header=bytes(memoryview(source)[:header_bytes]))
     if isinstance(source, (str, os.PathLike)):
@@ -122,6 +126,15 @@ def to_media_size(source: SizeSource, header_bytes: int, index: int) -> pb.Media
     raise TypeError(
         f"item {index}: {type(source).__name__} is no size: give (height, width), a VideoSize, a path or bytes"
     )
+
+
+def _to_size(source: tuple[int, int] | VideoSize) -> pb.MediaSize.Size:
+    if isinstance(source, VideoSize):
+        size = pb.MediaSize.Size(height=source.height, width=source.width, frames=source.frames, fps=source.fps)
+        size.sampling.CopyFrom(_sampling(source, source.sample_fps))
+        return size
+    height, width = source
+    return pb.MediaSize.Size(height=height, width=width)
 
 
 def digest(source: MediaSource) -> bytes:

@@ -40,6 +40,9 @@ def main() -> int:
     images = [Path(name) for name in sys.argv[1:]] or sorted(
         path for path in here.iterdir() if path.suffix in (".jpg", ".png", ".webp")
     )
+    for image in images:
+        if not image.is_file():
+            raise SystemExit(f"demo: there is no file {image}")
     with tempfile.TemporaryDirectory() as folder:
         model, out = Path(folder, "model"), Path(folder, "rows.safetensors")
         print("A small Qwen3-VL with RANDOM weights: its rows mean nothing, but are computed as real ones are.")
@@ -67,9 +70,12 @@ def main() -> int:
 
 
 def run(*command: str) -> None:
-    """Show a command and run it."""
+    """Show a command and run it. Where it fails, the demo ends with its exit code."""
     print("$", *command, flush=True)
-    subprocess.run([BIN / command[0], *command[1:]], check=True)
+    code = subprocess.run([BIN / command[0], *command[1:]]).returncode
+    if code:
+        print(f"demo: {command[0]} {command[1]} ended with exit code {code}", file=sys.stderr)
+        raise SystemExit(code)
 
 
 @contextmanager

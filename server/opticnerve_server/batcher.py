@@ -12,11 +12,20 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from .graphs import fits
 from .ledger import Item, Ledger
 from .models.base import Planner
 from .types import Capacity, ItemPlan, Load
+
+
+class Failure(NamedTuple):
+    """Why an item has no rows: a reason of the table in `errors.py`, a sentence, when a retry makes sense."""
+
+    reason: str
+    message: str
+    retry_after: float | None = None
 
 
 @dataclass(slots=True)
@@ -28,6 +37,7 @@ class Part:
     pixels: int = 0  # where its pixels begin, in bytes from those of the item
     first_row: int = 0
     landed_at: int = 0  # where its pixels begin in the landing block
+    failure: Failure | None = None  # it could not land
 
 
 @dataclass(slots=True)
@@ -138,7 +148,9 @@ class Batcher:
 
 
 def _drop_expired(batch: Batch) -> None:
-    """Leave out what nobody can receive in time any more: parts of expired items, and of those released meanwhile."""
-    now = time.monotonic()
-    batch.dropped = [part for part in batch.parts if part.item.released or part.item.deadline <= now]
-    batch.parts = [part for part in batch.parts if not part.item.released and part.item.deadline > now]
+    """Leave out what could not land, and what nobody can receive in time: expired items, those released meanwhile."""
+    now, parts = time.monotonic(), batch.parts
+    batch.parts = []
+    for part in parts:  # each is asked once: it may be released at any moment
+        gone = part.failure is not None or part.item.released or part.item.deadline <= now
+        (batch.dropped if gone else batch.parts).append(part)

@@ -5,14 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
 from .buffers import Packing
-from .config import Config, parse_token_budgets
-from .graphs import GraphManager, plan_capacities
-from .models import registry
+from .config import Config
+from .loading import load
 from .models.base import BufferSpec, Tower
-from .settings import ConfigError
 from .types import Capacity
 
 
@@ -71,49 +67,22 @@ class Report:
 
 def check(config: Config) -> Report:
     """Read the model, its weights included, and plan its budgets. Raises ConfigError or ModelError."""
-    source = registry.open_model(config.model, config.load_format)
-    planner = registry.build_planner(source)
-    try:
-        loaded = registry.build_tower(
-            source,
-            planner,
-            load_format=config.load_format,
-            device=config.device,
-            dtype=config.dtype,
-            attention_backend=config.attention_backend,
-        )
-        capacities = plan_capacities(
-            planner.paths,
-            explicit=parse_token_budgets(config.token_budgets),
-            cap=config.token_cap(loaded.tower.device.type),
-            max_items=config.max_items_per_batch,
-            launches_by_segments=loaded.launches_by_segments,
-        )
-    except registry.ModelError:
-        raise
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    tower, manager = loaded.tower, GraphManager(loaded.tower, capacities)
-    with torch.inference_mode():
-        estimate = manager.estimate() if config.graphs else 0
-    if config.graph_memory_bytes is not None and estimate > config.graph_memory_bytes:
-        raise ConfigError(
-            f"graphs would take about {estimate} bytes, over graph_memory_bytes = {config.graph_memory_bytes}: lower "
-            "--max-token-budget, raise the limit, or run with --no-graphs"
-        )
+    loaded = load(config)
+    source, tower = loaded.source, loaded.tower.tower
+    estimate = loaded.estimate(config.graph_memory_bytes) if config.graphs else 0
     return Report(
         model=source.name,
-        architecture=planner.architecture,
+        architecture=source.architecture,
         device=str(tower.device),
         dtype=str(tower.dtype).removeprefix("torch."),
-        attention_backend=loaded.attention_backend,
-        tensors=loaded.tensors,
-        weights_digest=loaded.weights_digest,
-        hidden=planner.layout.hidden,
-        deepstack_levels=planner.layout.deepstack_levels,
-        arena_bytes=manager.arena_bytes,
+        attention_backend=loaded.tower.attention_backend,
+        tensors=loaded.tower.tensors,
+        weights_digest=loaded.tower.weights_digest,
+        hidden=tower.planner.layout.hidden,
+        deepstack_levels=tower.planner.layout.deepstack_levels,
+        arena_bytes=loaded.graphs.arena_bytes,
         graph_memory_bytes=estimate,
-        paths=[_path_report(tower, path, planned, config.graphs) for path, planned in capacities.items()],
+        paths=[_path_report(tower, path, planned, config.graphs) for path, planned in loaded.capacities.items()],
     )
 
 

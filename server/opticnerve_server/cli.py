@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import logging
 import os
@@ -17,6 +18,9 @@ from .models.config import ModelError
 from .settings import ConfigError, Resolved, add_flags, parse_arguments, text
 
 EXIT_CONFIG = 2
+
+_EXTRA = ("torch", "PIL", "av", "grpc_reflection", "msgspec", "prometheus_client")
+"""What `pip install opticnerve` leaves out."""
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +69,13 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, Config)
 
 
+def _need_extra() -> None:
+    """Raise ConfigError where the client alone is installed."""
+    missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"the server needs {', '.join(missing)}: pip install 'opticnerve[server]'")
+
+
 def _load(options: argparse.Namespace) -> Resolved[Config]:
     names = {"config"} | {field.name for field in fields(Config)}
     return load({name: value for name, value in vars(options).items() if name in names}, os.environ)
@@ -81,6 +92,7 @@ def _serve(options: argparse.Namespace) -> int:
         for name, shown in _shown(resolved).items():
             print(f"{name} = {shown}")
         return 0
+    _need_extra()
     from .models.registry import open_model
 
     open_model(resolved.config.model, resolved.config.load_format)  # the cheapest mistakes first, before any port
@@ -98,6 +110,7 @@ def _check(options: argparse.Namespace) -> int:
     resolved = _load(options)
     for warning in resolved.warnings:
         print(warning, file=sys.stderr)
+    _need_extra()
     from .check import check
 
     report = check(resolved.config)
@@ -106,9 +119,15 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _make_checkpoint(options: argparse.Namespace) -> int:
+    _need_extra()
     from .models.checkpoint import write_checkpoint
 
-    write_checkpoint(options.arch, options.out, options.seed)
+    try:
+        write_checkpoint(options.arch, options.out, options.seed)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write --out {options.out}: {error.strerror}; name a directory that is empty or not there yet"
+        ) from error
     print(f"wrote {options.out}: {options.arch} with random weights of seed {options.seed}")
     return 0
 

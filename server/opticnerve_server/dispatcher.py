@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from .batcher import Batch, Part
+from .batcher import Batch, Failure, Part
 from .buffers import Landing, Packing, Ring, Staging
 from .graphs import Graph, GraphManager, eager_capacity
 from .models.base import PIXELS, Tower
@@ -32,7 +32,7 @@ class Result:
     """What became of one part of a batch."""
 
     part: Part
-    failure: tuple[str, str] | None  # reason and message, None when its rows are in the slot
+    failure: Failure | None  # None when its rows are in the slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,14 @@ class Dispatcher:
             return self._landings[self._turn].add(self._slots[start : start + part.plan.pixel_bytes])
 
     def run(self, batch: Batch) -> None:
-        """Launch one batch. After an exception nothing of it will finish: run it again, or `discard` it."""
+        """Launch one batch; one that has lost all its parts is over at once.
+
+        After an exception nothing of it will finish: run it again, or `discard` it.
+        """
+        if not batch.parts:
+            self.discard()
+            self._on_computed()
+            return
         turn = self._turn
         self._ring_free[turn].acquire()
         try:
@@ -141,7 +148,7 @@ class Dispatcher:
         self._landings[self._turn].open()
 
     def discard(self) -> None:
-        """Forget the pixels of a batch whose launch has failed; the device has come to rest."""
+        """Forget the pixels of a batch that does not run; nothing on the device reads them."""
         self._landings[self._turn].open()
 
     def _launch(self, batch: Batch, turn: int, taken_at: float) -> _Launched:
@@ -267,11 +274,11 @@ class Dispatcher:
         )
 
 
-def _judgement(peaks: np.ndarray, dtype: str) -> tuple[str, str] | None:
+def _judgement(peaks: np.ndarray, dtype: str) -> Failure | None:
     if not np.isfinite(peaks).all():
-        return "NON_FINITE_OUTPUT", "the tower returned NaN or infinity for this item; no rows are sent"
+        return Failure("NON_FINITE_OUTPUT", "the tower returned NaN or infinity for this item; no rows are sent")
     if dtype == "float16" and peaks.max(initial=0.0) > FLOAT16_MAX:
-        return (
+        return Failure(
             "NON_FINITE_OUTPUT",
             f"a value of {peaks.max():.0f} exceeds the float16 range of {FLOAT16_MAX:.0f}; ask for bfloat16 or float32",
         )

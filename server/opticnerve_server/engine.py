@@ -8,6 +8,7 @@ the process with it, and the supervisor the server.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -20,16 +21,15 @@ from collections.abc import Callable
 import torch
 
 from . import __version__, metrics
-from .batcher import Batch, Batcher, Part
-from .config import Config, parse_token_budgets
+from .batcher import Batch, Batcher, Failure, Part
+from .config import Config
 from .dispatcher import Dispatcher, Finished
-from .graphs import GraphManager, GraphsFailed, plan_capacities
+from .graphs import GraphsFailed
 from .hits import Counts
 from .ledger import Ledger
+from .loading import Loaded, load
 from .media import CONTRACT
 from .messages import EngineReady, Failed, PathState, PhaseChange, Release, Reserve, Rows, Stop, Submit
-from .models import registry
-from .models.base import Tower
 from .peers import Peers
 from .selftest import self_test
 from .slots import Arena
@@ -38,6 +38,14 @@ from .types import Capacity, Phase
 log = logging.getLogger(__name__)
 
 EXIT_RUNTIME, EXIT_CONFIG, EXIT_GPU_FAULT = 1, 2, 3
+
+IDLE = float("inf")
+
+STUCK_S = 120.0
+"""A batch that the device has not computed after so long never will be: the engine stops giving signs of life."""
+
+EXPIRED = Failure("EXPIRED_IN_QUEUE", "the deadline passed while the item waited for the device")
+NO_MEMORY = Failure("GPU_MEMORY", "the device has no memory for this item; retry later or send less at once", 1.0)
 
 
 def main(config: Config, control: socket.socket, arena_fd: int) -> None:
@@ -61,84 +69,64 @@ class Engine:
             max_items=config.max_queue_items, max_tokens=config.max_queue_tokens, max_bytes=config.max_queue_bytes
         )
         self.peers = Peers(control)
-        self.batcher: Batcher | None = None
+        self.counts = Counts()
         self.stopping = threading.Event()
+        self.batcher: Batcher | None = None  # from READY on
+        self._launched_at = IDLE  # time.monotonic() of the batch on the device
 
     def run(self) -> None:
         """The life of the process, on its main thread."""
         _thread(self._receive_forever, "receiver")
         self.peers.tell_supervisor(PhaseChange(Phase.LOADING))
-        with torch.inference_mode():
-            tower, ready = self._prepare()
-        dispatcher = self._dispatcher(tower)
+        loaded = load(self.config)
+        device = loaded.tower.tower.device
+        if device.type == "cpu":
+            os.nice(10)  # probes, and the event loops of front-ends on the same cores, come first
+        if loaded.source.prunes_videos:
+            log.warning("video graphs off", extra={"reason": "video_pruning_rate is set; nothing is pruned"})
+        if self.config.graphs:
+            self._capture(loaded)
+        ready = self._ready(loaded)
+        self._publish(loaded, ready)
+        dispatcher = self._dispatcher(loaded)
         self.peers.tell_supervisor(ready)
         self._serve(dispatcher)
 
-    def _prepare(self) -> tuple[Tower, EngineReady]:
-        """Load weights, lay out memory, capture, self-test. Raises ValueError or GraphsFailed."""
-        config = self.config
-        source = registry.open_model(config.model, config.load_format)
-        planner = registry.build_planner(source)
-        self.video_graphs = not source.prunes_videos
-        if source.prunes_videos:
-            log.warning("video graphs off", extra={"reason": "video_pruning_rate is set; nothing is pruned"})
-        loaded = registry.build_tower(
-            source,
-            planner,
-            load_format=config.load_format,
-            device=config.device,
-            dtype=config.dtype,
-            attention_backend=config.attention_backend,
-        )
-        device, dtype = loaded.tower.device, str(loaded.tower.dtype).removeprefix("torch.")
-        if device.type == "cpu":
-            os.nice(10)  # probes, and the event loops of front-ends on the same cores, come first
-        self.capacities = plan_capacities(
-            planner.paths,
-            explicit=parse_token_budgets(config.token_budgets),
-            cap=config.token_cap(device.type),
-            max_items=config.max_items_per_batch,
-            launches_by_segments=loaded.launches_by_segments,
-        )
-        self.graphs = GraphManager(loaded.tower, self.capacities)
-        if config.graphs:
-            self._capture()
+    def _ready(self, loaded: Loaded) -> EngineReady:
+        tower, source = loaded.tower.tower, loaded.source
+        dtype = str(tower.dtype).removeprefix("torch.")
         fingerprint = _digest(
-            loaded.weights_digest,
+            loaded.tower.weights_digest,
             source.processor,
             source.video_processor,
             CONTRACT,
-            config.alpha_background,
+            self.config.alpha_background,
             dtype,
-            planner.layout,
+            tower.planner.layout,
         )
-        self._publish(source.name, fingerprint, dtype, loaded.attention_backend)
-        return loaded.tower, EngineReady(
+        return EngineReady(
             fingerprint=fingerprint,
             dtype=dtype,
-            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            attention_backend=loaded.attention_backend,
+            device=torch.cuda.get_device_name(tower.device) if tower.device.type == "cuda" else "cpu",
+            attention_backend=loaded.tower.attention_backend,
             paths=[
                 PathState(name, state.budgets, len(state.graphs), state.memory_bytes, state.capture_s)
-                for name, state in self.graphs.paths.items()
+                for name, state in loaded.graphs.paths.items()
             ],
-            reasons=loaded.reasons,
+            reasons=loaded.tower.reasons,
             model=source.name,
-            architecture=planner.architecture,
-            layout=planner.layout,
-            modalities=planner.modalities,
+            architecture=source.architecture,
+            layout=tower.planner.layout,
+            modalities=tower.planner.modalities,
         )
 
-    def _capture(self) -> None:
-        total = sum(len(capacities) for capacities in self.capacities.values())
+    def _capture(self, loaded: Loaded) -> None:
+        """Capture and test every graph. Raises ConfigError or GraphsFailed."""
+        graphs, total = loaded.graphs, sum(map(len, loaded.capacities.values()))
         self.peers.tell_supervisor(PhaseChange(Phase.CAPTURING, f"0 of {total} graphs"))
-        estimate, limit = self.graphs.estimate(), self.config.graph_memory_bytes
+        limit = self.config.graph_memory_bytes
+        estimate = loaded.estimate(limit)
         log.info("graph memory estimated", extra={"mib": estimate >> 20, "limit_bytes": limit})
-        if limit is not None and estimate > limit:
-            raise ValueError(
-                f"graphs would take about {estimate} bytes, over graph_memory_bytes = {limit}: lower "
-                "--max-token-budget, raise the limit, or run with --no-graphs"
-            )
         started = time.perf_counter()
 
         def progress(path: str, capacity: Capacity, done: int, total: int) -> None:
@@ -155,43 +143,48 @@ class Engine:
             )
             self.peers.tell_supervisor(PhaseChange(Phase.CAPTURING, f"{done} of {total} graphs"))
 
-        self.graphs.capture(progress, on_failure=self.config.on_capture_failure)
-        captured = time.perf_counter()
-        self_test(self.graphs, lambda path, capacity: None)
+        def tested(path: str, capacity: Capacity) -> None:
+            done = next(numbers)
+            self.peers.tell_supervisor(PhaseChange(Phase.CAPTURING, f"{done} of {total} graphs tested"))
+
+        numbers = itertools.count(1)
+        with torch.inference_mode():
+            graphs.capture(progress, on_failure=self.config.on_capture_failure)
+            captured = time.perf_counter()
+            self_test(graphs, tested)
         log.info(
             "graphs ready",
             extra={
-                "graphs": sum(len(state.graphs) for state in self.graphs.paths.values()),
-                "memory_mib": sum(state.memory_bytes for state in self.graphs.paths.values()) >> 20,
+                "graphs": sum(len(state.graphs) for state in graphs.paths.values()),
+                "memory_mib": sum(state.memory_bytes for state in graphs.paths.values()) >> 20,
                 "capture_s": round(captured - started, 2),
                 "selftest_s": round(time.perf_counter() - captured, 2),
             },
         )
 
-    def _publish(self, model: str, fingerprint: str, dtype: str, backend: str) -> None:
+    def _publish(self, loaded: Loaded, ready: EngineReady) -> None:
         metrics.BUILD_INFO.labels(__version__, torch.__version__, torch.version.cuda or "none").set(1)
-        metrics.CONFIG_INFO.labels(model, fingerprint, dtype, backend).set(1)
-        for path, state in self.graphs.paths.items():
+        metrics.CONFIG_INFO.labels(ready.model, ready.fingerprint, ready.dtype, ready.attention_backend).set(1)
+        for path, state in loaded.graphs.paths.items():
             metrics.GRAPHS.labels(path).set(len(state.graphs))
             metrics.GRAPH_MEMORY_BYTES.labels(path).set(state.memory_bytes)
             metrics.CAPTURE_DURATION.labels(path).set(state.capture_s)
-        self._batch_tokens = metrics.batch_tokens_histogram(
-            capacity.units for capacities in self.capacities.values() for capacity in capacities
-        )
 
-    def _dispatcher(self, tower: Tower) -> Dispatcher:
-        captured = {path: state.capacities for path, state in self.graphs.paths.items()}
-        capacities = {path: captured[path] or planned for path, planned in self.capacities.items()}
-        self.batcher = Batcher(self.ledger, tower.planner, capacities)
-        self.counts = Counts()
+    def _dispatcher(self, loaded: Loaded) -> Dispatcher:
+        tower, graphs = loaded.tower.tower, loaded.graphs
+        self._batch_tokens = metrics.batch_tokens_histogram(
+            capacity.units for capacities in loaded.capacities.values() for capacity in capacities
+        )
+        bounds = {path: graphs.paths[path].capacities or planned for path, planned in loaded.capacities.items()}
+        self.batcher = Batcher(self.ledger, tower.planner, bounds)
         return Dispatcher(
             tower,
-            self.graphs,
+            graphs,
             _pinned(self.arena, tower.device),
-            capacities=self.capacities,
+            capacities=loaded.capacities,
             use_graphs=self.config.graphs,
-            video_graphs=self.video_graphs,
-            on_computed=self.batcher.device_free,
+            video_graphs=not loaded.source.prunes_videos,
+            on_computed=self._computed,
             on_finished=self._finished,
         )
 
@@ -202,20 +195,17 @@ class Engine:
         finisher = _thread(dispatcher.finish_forever, "finisher")
         if self.stopping.is_set():
             batcher.stop()
-        while (batch := batcher.take(dispatcher.land, self._idle)) is not None:
-            self._idle()
+        while (batch := batcher.take(lambda part: _land(dispatcher, part), self._beat)) is not None:
             for part in batch.dropped:
-                self._fail(part, "EXPIRED_IN_QUEUE", "the deadline passed while the item waited for the device")
-            if batch.parts:
-                self._run(dispatcher, batch)
-            else:
-                batcher.device_free()
+                self._fail(part, part.failure or EXPIRED)
+            self._run(dispatcher, batch)
         dispatcher.stop()
         finisher.join()
+        self.counts.tell()
 
     def _run(self, dispatcher: Dispatcher, batch: Batch) -> None:
         """Launch a batch; what a failure means depends on whether the device still works."""
-        failure: tuple[str, str, float | None]
+        self._launched_at = time.monotonic()
         try:
             try:
                 dispatcher.run(batch)
@@ -224,15 +214,21 @@ class Engine:
                 dispatcher.run(batch)
             return
         except torch.OutOfMemoryError:
-            failure = "GPU_MEMORY", "the device has no memory for this batch; retry later or send less at once", 1.0
+            failure = NO_MEMORY
         except Exception:
             log.exception("batch failed", extra={"parts": len(batch.parts)})
-            failure = "INTERNAL", "the forward failed; the server's log has the details", None
+            failure = Failure("INTERNAL", "the forward failed; the server's log has the details")
         _check_device()
         dispatcher.discard()
         for part in batch.parts:
-            self._fail(part, *failure)
+            self._fail(part, failure)
+        self._computed()
+
+    def _computed(self) -> None:
+        """The device could take another batch."""
         assert self.batcher is not None
+        self._launched_at = IDLE
+        self._beat()
         self.batcher.device_free()
 
     def _finished(self, finished: Finished) -> None:
@@ -240,7 +236,7 @@ class Engine:
         for result in finished.results:
             part, item = result.part, result.part.item
             if result.failure is not None:
-                self._fail(part, *result.failure)
+                self._fail(part, result.failure)
             elif self.ledger.from_device(item, part.plan.tokens):
                 self.peers.tell_frontend(
                     item.frontend,
@@ -258,16 +254,18 @@ class Engine:
         self.counts.add(finished)
         self._batch_tokens.observe(max(run.load.units for run in finished.runs))
 
-    def _fail(self, part: Part, reason: str, message: str, retry_after: float | None = None) -> None:
+    def _fail(self, part: Part, failure: Failure) -> None:
         """End the item of a part that comes back from the device, or was to go there, without rows."""
         item = part.item
         tell = self.ledger.fail(item)
-        self.ledger.from_device(item, part.plan.tokens)
+        self.ledger.from_device(item, rows=0)
         if tell:
-            self.peers.tell_frontend(item.frontend, Failed(item.call, item.index, reason, message, retry_after))
+            self.peers.tell_frontend(item.frontend, Failed(item.call, item.index, *failure))
 
-    def _idle(self) -> None:
-        metrics.GPU_HEARTBEAT.set(time.time())
+    def _beat(self) -> None:
+        """The device has nothing to do, or has just done it."""
+        if self._launched_at == IDLE:
+            metrics.GPU_HEARTBEAT.set(time.time())
 
     # --- receiver
 
@@ -283,7 +281,12 @@ class Engine:
                 metrics.INFLIGHT_ITEMS.set(self.ledger.on_device)
                 metrics.QUEUE_TOKENS.set(occupancy.tokens)
                 metrics.QUEUE_BYTES.set(occupancy.bytes)
-                self.peers.tell_supervisor(occupancy)
+                self.counts.tell_if_due()
+                stuck = time.monotonic() - self._launched_at
+                if stuck < STUCK_S:
+                    self.peers.tell_supervisor(occupancy)  # which is also the sign of life
+                else:
+                    log.error("a batch does not end", extra={"seconds": round(stuck)})
 
     def _receive(self, frontend: int | None) -> None:
         """Read and act on one message of a front-end, or of the supervisor (None)."""
@@ -293,7 +296,12 @@ class Engine:
             os._exit(EXIT_RUNTIME)
         elif message is None and frontend is not None:
             self.peers.detach(frontend)
-            log.warning("front-end is gone", extra={"frontend": frontend, "items": self.ledger.disconnect(frontend)})
+            lost = self.ledger.disconnect(frontend)
+            log.log(
+                logging.WARNING if lost else logging.INFO,
+                "front-end is gone",
+                extra={"frontend": frontend, "items": lost},
+            )
         elif isinstance(message, Stop):
             self.stopping.set()
             if self.batcher is not None:
@@ -307,7 +315,8 @@ class Engine:
 
     def _submit(self, frontend: int, message: Submit) -> None:
         item = self.ledger.submit(frontend, message)
-        if item is not None and self.batcher is not None:
+        if item is not None:
+            assert self.batcher is not None, "front-ends submit from READY on"
             self.batcher.put(item)
 
 
@@ -324,6 +333,17 @@ def _thread(target: Callable[[], None], name: str) -> threading.Thread:
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
     return thread
+
+
+def _land(dispatcher: Dispatcher, part: Part) -> int:
+    """`Dispatcher.land`; a part that finds no memory, though the cache was emptied for it, is marked as failed."""
+    for _ in range(2):
+        try:
+            return dispatcher.land(part)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+    part.failure = NO_MEMORY
+    return 0
 
 
 def _device_is_broken() -> bool:

@@ -61,6 +61,7 @@ _RETRY = (Detail.RETRY,)
 _BAD_REQUEST = (Detail.BAD_REQUEST,)
 
 TABLE: dict[str, Row] = {
+    # Of an item as it was sent: its media, of any kind, or how it asks for them to be sampled.
     "IMAGE_INVALID": Row(code_pb2.INVALID_ARGUMENT, Scope.ITEM, _BAD_REQUEST),
     "ITEM_TOO_LARGE": Row(code_pb2.INVALID_ARGUMENT, Scope.ITEM, _BAD_REQUEST),
     "REQUEST_INVALID": Row(code_pb2.INVALID_ARGUMENT, Scope.CALL, _BAD_REQUEST),
@@ -135,12 +136,12 @@ def to_status(error: ServiceError) -> status_pb2.Status:
     return status
 
 
-def to_item_failed(error: ServiceError, index: int) -> pb.ItemFailed:
-    """The end of item `index` of a request."""
+def to_item_failed(error: ServiceError) -> pb.ItemFailed:
+    """The end of an item. Which one is said beside it: callers know their items by other numbers than we do."""
     return pb.ItemFailed(
         code=error.row.code,
         reason=error.reason,
-        message=shorten(f"items[{index}]: {error.message}", MAX_MESSAGE_CHARS),
+        message=error.message,
         retry_after=None if error.retry_after is None else to_duration(error.retry_after),
         metadata=error.metadata,
     )

@@ -201,10 +201,6 @@ class GraphManager:
             self._pool = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream()
 
-    @property
-    def output_bytes(self) -> int:
-        return sum(output.nbytes for output in self._outputs.values())
-
     def output(self, path: str, lines: int) -> torch.Tensor:
         """The first `lines` of a path's output; valid until the path's next replay, on the compute stream."""
         return self._outputs[path][:lines]

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
 from . import metrics
@@ -19,6 +20,9 @@ from .metrics import Rejection
 
 STALL_SECONDS = 60.0
 """A caller that takes no message for so long loses its call: its rows hold slots that others wait for."""
+
+DEADLINE_TOLERANCE_S = 0.05
+"""At its deadline a caller cancels its call, and may be heard a little before our own clock says that it is time."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
@@ -34,8 +38,15 @@ _REJECTIONS = {
 }
 
 
+def is_expired(time_remaining: float | None) -> bool:
+    """Whether a call that was cancelled with so many seconds left ended by its deadline; None: it had none."""
+    return time_remaining is not None and time_remaining <= DEADLINE_TOLERANCE_S
+
+
 class Border(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Wraps the methods of the service; health and reflection pass untouched.
+
+    Requests are parsed here, not by gRPC, which answers UNKNOWN with the name of a class to bytes that are no message.
 
     Streams are written here, not by gRPC, and their generator is closed here: left to itself, gRPC abandons it at the
     `yield` when a call is cancelled, and its slots return only when the interpreter collects it.
@@ -55,21 +66,27 @@ class Border(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             return handler
         if handler.unary_stream is not None:
             return grpc.unary_stream_rpc_method_handler(
-                self._stream(method, handler.unary_stream), handler.request_deserializer, handler.response_serializer
+                self._stream(method, handler), response_serializer=handler.response_serializer
             )
         return grpc.unary_unary_rpc_method_handler(
-            self._unary(method, handler.unary_unary), handler.request_deserializer, handler.response_serializer
+            self._unary(method, handler), response_serializer=handler.response_serializer
         )
 
-    def _unary(self, method: str, behaviour: Any) -> Any:
-        async def unary(request: Any, context: Context) -> Any:
-            return await _guard(method, context, behaviour(request, context))
+    def _unary(self, method: str, handler: Any) -> Any:
+        async def answer(data: bytes, context: Context) -> Any:
+            return await handler.unary_unary(_parsed(handler, data), context)
+
+        async def unary(data: bytes, context: Context) -> Any:
+            return await _guard(method, context, answer(data, context))
 
         return unary
 
-    def _stream(self, method: str, behaviour: Any) -> Any:
-        async def stream(request: Any, context: Context) -> None:
-            await _guard(method, context, self._write_all(behaviour(request, context), context))
+    def _stream(self, method: str, handler: Any) -> Any:
+        async def answer(data: bytes, context: Context) -> None:
+            await self._write_all(handler.unary_stream(_parsed(handler, data), context), context)
+
+        async def stream(data: bytes, context: Context) -> None:
+            await _guard(method, context, answer(data, context))
 
         return stream
 
@@ -86,6 +103,18 @@ class Border(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                     ) from error
 
 
+def _parsed(handler: Any, data: bytes) -> Any:
+    try:
+        return handler.request_deserializer(data)
+    except DecodeError as error:
+        raise ServiceError(
+            "REQUEST_INVALID",
+            f"the {len(data)} bytes of the request are not the message that this method takes: build it with code "
+            "generated from opticnerve/v1/encoder.proto",
+            subject="request",
+        ) from error
+
+
 async def _guard(method: str, context: Context, work: Awaitable[T]) -> T:
     """Await `work`, and end the call with a status of the table if it fails."""
     started = time.monotonic()
@@ -93,7 +122,7 @@ async def _guard(method: str, context: Context, work: Awaitable[T]) -> T:
     try:
         return await work
     except asyncio.CancelledError:
-        code = "DEADLINE_EXCEEDED" if context.time_remaining() == 0 else "CANCELLED"
+        code = "DEADLINE_EXCEEDED" if is_expired(context.time_remaining()) else "CANCELLED"
         raise
     except Exception as exception:
         error = exception if isinstance(exception, ServiceError) else internal_error(exception)

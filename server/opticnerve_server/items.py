@@ -24,6 +24,7 @@ from .media import video
 from .media.container import is_video
 from .media.decode import MediaError, decode, read_size
 from .models.base import Planner, Sampling, VideoItem
+from .models.patches import grid_of
 from .types import ItemPlan
 
 TENSOR_DTYPES = {
@@ -35,10 +36,12 @@ TENSOR_DTYPES = {
 """The formats of NamedTensor."""
 
 PATCH_TENSORS = {
-    "image": ("pixel_values", "image_grid_thw"),
-    "video": ("pixel_values_videos", "video_grid_thw"),
+    ("pixel_values", "image_grid_thw"): "image",
+    ("pixel_values_videos", "video_grid_thw"): "video",
+    ("pixel_values", "image_position_ids"): "image",
+    ("pixel_values_videos", "video_position_ids"): "video",
 }
-"""What an official processor calls the patches of one kind and their grid."""
+"""What official processors call patches and their grid, or their positions in it; and the kind of the item."""
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -60,7 +63,7 @@ class Media(Protocol):
 
 
 def media_of(item: pb.Item, config: Config) -> Media:
-    """The media of a request's item. Raises ServiceError for what the server does not take."""
+    """The media of a request's item. Raises ServiceError or PlanError for what the server does not take."""
     kind = item.WhichOneof("media")
     media: Media
     match kind:
@@ -185,24 +188,18 @@ class Patches:
 
     @classmethod
     def of(cls, message: pb.Patches, config: Config) -> Patches:
-        """The tensors, by their names. Raises ServiceError for those that are not one item's."""
+        """The tensors, by their names. Raises ServiceError or PlanError for those that are not one item's."""
         tensors = {tensor.name: tensor for tensor in message.tensors}
-        kind = next((kind for kind, names in PATCH_TENSORS.items() if tensors.keys() == set(names)), None)
-        if kind is None or len(tensors) != len(message.tensors):
-            names = ", ".join(tensor.name for tensor in message.tensors) or "none"
-            wanted = " or ".join(" and ".join(names) for names in PATCH_TENSORS.values())
-            raise invalid(f"the tensors are {names}: send {wanted}, as processors of grid models return them")
-        check_modality(kind, config)
-        pixels, grid = (_array(tensors[name]) for name in PATCH_TENSORS[kind])
-        if grid.dtype != np.int64 or grid.shape not in ((3,), (1, 3)):
-            raise invalid(
-                f"{PATCH_TENSORS[kind][1]} is {grid.dtype} {list(grid.shape)}, must be int64 [3] or [1, 3]: send each "
-                "image or video as an item of its own"
-            )
+        names = next((names for names in PATCH_TENSORS if tensors.keys() == set(names)), None)
+        if names is None or len(tensors) != len(message.tensors):
+            found = ", ".join(tensor.name for tensor in message.tensors) or "none"
+            wanted = ", or ".join(" and ".join(names) for names in PATCH_TENSORS)
+            raise invalid(f"the tensors are {found}: send {wanted}, as the model's processor returns them")
+        check_modality(PATCH_TENSORS[names], config)
+        pixels, places = (_array(tensors[name]) for name in names)
         if pixels.dtype == np.int64:
-            raise invalid(f"{PATCH_TENSORS[kind][0]} is int64: send float32, bfloat16, or uint8 pixel values")
-        t, h, w = grid.reshape(3).tolist()
-        return cls(kind, (t, h, w), tensors[PATCH_TENSORS[kind][0]])
+            raise invalid(f"{names[0]} is int64: send float32, bfloat16, or uint8 pixel values")
+        return cls(PATCH_TENSORS[names], _grid(names[1], places, pixels.shape), tensors[names[0]])
 
     def plan(self, planner: Planner, config: Config) -> ItemPlan:
         """See Media."""
@@ -215,6 +212,22 @@ class Patches:
         planner.fill_patches(_array(self.pixels), plan, out)
 
 
+def _grid(name: str, places: npt.NDArray[np.generic], patches: tuple[int, ...]) -> tuple[int, int, int]:
+    """What a tensor says of the grid of patches of this shape."""
+    given = f"{name} is {places.dtype} {list(places.shape)}"
+    if name.endswith("_grid_thw"):
+        if places.dtype != np.int64 or places.shape not in ((3,), (1, 3)):
+            raise invalid(f"{given}, must be int64 [3] or [1, 3]: send each image or video as an item of its own")
+        t, h, w = places.reshape(3).tolist()
+        return (t, h, w)
+    if places.dtype != np.int64 or len(patches) != 3 or places.shape != (*patches[:2], 2):
+        raise invalid(
+            f"{given} for patches of shape {list(patches)}, must be int64 [frames, patches, 2] for [frames, patches, "
+            "values]: send what the model's own processor returns for one item"
+        )
+    return grid_of(places.astype(np.int64, copy=False))
+
+
 def read_header_size(header: bytes, config: Config) -> tuple[int, int]:
     """Size of an image from the first bytes of its file. Raises NeedMoreData for too few, MediaError."""
     if is_video(header):
@@ -225,6 +238,8 @@ def read_header_size(header: bytes, config: Config) -> tuple[int, int]:
 def _size_of(image: pb.EncodedImage | pb.RawImage, config: Config) -> tuple[int, int]:
     data = image.data
     if isinstance(image, pb.EncodedImage):
+        if not data:
+            raise MediaError("the image file is empty, it has no bytes: send one that has some")
         return read_size(data, max_pixels=config.max_image_pixels)
     expected = image.height * image.width * 3
     if not expected or len(data) != expected:

@@ -118,9 +118,11 @@ class Supervisor:
             self._held.callback(signal.signal, signum, signal.signal(signum, count))
 
     def _bind(self) -> None:
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = self._held.enter_context(
-            tempfile.TemporaryDirectory(prefix="opticnerve-metrics-")
-        )
+        try:
+            folder = self._held.enter_context(tempfile.TemporaryDirectory(prefix="opticnerve-metrics-"))
+        except OSError as error:
+            self._fail(f"no temporary directory for the metrics: {error}; set TMPDIR to one that can be written", 2)
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
         from .scrape import MetricsServer
 
         config = self._config

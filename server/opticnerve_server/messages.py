@@ -179,7 +179,6 @@ class Occupancy(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 ToEngine = Reserve | Submit | Release
 ToFrontend = Granted | Refused | Rows | Failed
-FromEngine = PhaseChange | EngineReady | Occupancy
 ToChild = Attach | PhaseChange | EngineReady | Occupancy | Stop
 Message = ToEngine | ToFrontend | ToChild | FrontendReady
 

@@ -103,7 +103,7 @@ CAPTURE_DURATION = Gauge(
     multiprocess_mode="livesum",
 )
 GPU_HEARTBEAT = Gauge(
-    "opticnerve_gpu_heartbeat_timestamp_seconds", "When the device thread last looked for work.",
+    "opticnerve_gpu_heartbeat_timestamp_seconds", "When the device last had nothing to do, or had just done it.",
     multiprocess_mode="livemax",
 )  # fmt: skip
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from opticnerve.digests import digest_of
 from opticnerve.v1 import encoder_pb2 as pb
 
-from .config import Config
+from .config import MAX_QUEUE_ITEMS, Config
 from .errors import ServiceError, internal_error
 from .items import Media, media_of, read_header_size, sampling_of
 from .limits import check_modality, invalid, plan_image, plan_video
@@ -31,6 +31,9 @@ from .models.base import PlanError, Planner, VideoItem
 from .types import ItemPlan
 
 HEADER_THREADS = 2
+PLAN_RETRY_S = 0.1
+"""When to try again after too much waited to be planned, which takes microseconds an image."""
+
 DECODE_NICENESS = 10
 """Measured: with the decoders at this niceness the slowest health check under load fell from 160 to 50 ms."""
 
@@ -55,11 +58,40 @@ class NeedBytes:
     count: int
 
 
+class Planning:
+    """What waits to be planned or is planned, of one method. Thread-safe."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._items = 0
+        self._lock = threading.Lock()
+
+    def enter(self, items: int) -> None:
+        """Count in the items of a call. Raises ServiceError over the limit."""
+        with self._lock:
+            if self._items + items > self._limit:
+                raise ServiceError(
+                    "QUEUE_FULL",
+                    f"{self._items} items wait to be planned, with these {items} over the limit of {self._limit}: "
+                    "retry later",
+                    subject="planning",
+                    retry_after=PLAN_RETRY_S,
+                    metadata={"resource": "planning", "requested": items, "limit": self._limit},
+                )
+            self._items += items
+
+    def leave(self, items: int) -> None:
+        """Count them out."""
+        with self._lock:
+            self._items -= items
+
+
 class Preprocessor:
     """The two pools. Thread-safe; `close` ends the threads."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        self._items, self._sizes = Planning(config.max_queue_items), Planning(MAX_QUEUE_ITEMS)
         self._headers = ThreadPoolExecutor(HEADER_THREADS, "header")
         self._decodes = ThreadPoolExecutor(config.preprocess_threads, "decode", initializer=_be_nice)
 
@@ -69,14 +101,14 @@ class Preprocessor:
         self._decodes.shutdown(cancel_futures=True)
 
     async def plan_items(self, planner: Planner, items: Sequence[pb.Item]) -> list[PlannedItem | ServiceError]:
-        """For every item of an EncodeRequest its plan, or why it has none."""
-        return await self._plan_all(items, lambda index, item: self._plan_item(planner, index, item))
+        """For every item of an EncodeRequest its plan, or why it has none. Raises ServiceError QUEUE_FULL."""
+        return await self._plan_all(self._items, items, lambda index, item: self._plan_item(planner, index, item))
 
     async def plan_sizes(
         self, planner: Planner, items: Sequence[pb.MediaSize]
     ) -> list[ItemPlan | NeedBytes | ServiceError]:
-        """For every item of a PlanItemsRequest its plan, or why it has none."""
-        return await self._plan_all(items, lambda _, item: self._plan_size(planner, item))
+        """For every item of a PlanItemsRequest its plan, or why it has none. Raises ServiceError QUEUE_FULL."""
+        return await self._plan_all(self._sizes, items, lambda _, item: self._plan_size(planner, item))
 
     def prepare(
         self, planner: Planner, planned: PlannedItem, out: npt.NDArray[np.uint8], wanted: Callable[[], bool]
@@ -88,7 +120,12 @@ class Preprocessor:
         """
         return self._decodes.submit(self._prepare, planner, planned, out, wanted)
 
-    async def _plan_all(self, items: Sequence[T], plan: Callable[[int, T], P]) -> list[P | ServiceError]:
+    async def _plan_all(
+        self, planning: Planning, items: Sequence[T], plan: Callable[[int, T], P]
+    ) -> list[P | ServiceError]:
+        """Plan in a thread, one item after the other until nobody waits for them any more."""
+        abandoned = threading.Event()
+
         def attempt(index: int, item: T) -> P | ServiceError:
             try:
                 return plan(index, item)
@@ -100,9 +137,15 @@ class Preprocessor:
                 return internal_error(error)
 
         def attempt_all() -> list[P | ServiceError]:
-            return [attempt(index, item) for index, item in enumerate(items)]
+            return [attempt(index, item) for index, item in enumerate(items) if not abandoned.is_set()]
 
-        return await asyncio.get_running_loop().run_in_executor(self._headers, attempt_all)
+        planning.enter(len(items))
+        job = self._headers.submit(attempt_all)
+        job.add_done_callback(lambda _: planning.leave(len(items)))
+        try:
+            return await asyncio.wrap_future(job)
+        finally:
+            abandoned.set()
 
     def _plan_item(self, planner: Planner, index: int, item: pb.Item) -> PlannedItem:
         media = media_of(item, self._config)

@@ -96,6 +96,7 @@ class Child:
         theirs.close()
         self.silent = False  # whether its end of the socket is closed: it sends nothing any more
         self.ready = False  # whether it has said FrontendReady
+        self._told_to_stop = False
 
     CONTROL = object()
 
@@ -103,19 +104,21 @@ class Child:
         """Tell the child something, with a file descriptor beside it.
 
         A child that is dying misses it, which its sentinel reports. One that has stopped reading misses an Occupancy,
-        for the next one tells more; it is killed over anything else.
+        for the next one tells more; it is killed over anything else. One that was told to stop may be gone.
         """
         try:
             if fd is None:
                 self.control.send(messages.encode(message))
             else:
                 socket.send_fds(self.control, [messages.encode(message)], [fd])
+            self._told_to_stop |= isinstance(message, messages.Stop)
         except BlockingIOError:
             if not isinstance(message, messages.Occupancy):
                 log.error("child does not read its messages", extra={"child": self.name})
                 self.kill()
         except (BrokenPipeError, ConnectionResetError):
-            log.warning("child is gone", extra={"child": self.name, "message_type": type(message).__name__})
+            if not self._told_to_stop:
+                log.warning("child is gone", extra={"child": self.name, "message_type": type(message).__name__})
 
     def receive(self) -> messages.Message | None:
         """The next message, or None when there is none, now or, if `silent`, for ever."""

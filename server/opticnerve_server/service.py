@@ -23,6 +23,7 @@ from .admission import Admission, AdmittedItem, Answers
 from .config import MAX_QUEUE_ITEMS
 from .errors import Scope, ServiceError, internal_error, to_item_failed
 from .info import Model, ServerState, server_info
+from .interceptors import is_expired
 from .messages import ItemRequest, Rows
 from .metrics import Result, Stage
 from .models.base import Planner
@@ -113,7 +114,7 @@ class EncoderService(pb_grpc.EncoderServiceServicer):
         _check_videos(sum(item.WhichOneof("source") == "size" and item.size.frames > 0 for item in request.items))
         plans = await self._preprocessor.plan_sizes(model.planner, request.items)
         return pb.PlanItemsResponse(
-            items=[_planned_message(index, plan) for index, plan in enumerate(plans)],
+            items=[_planned_message(plan) for plan in plans],
             layout=wire.layout_message(model.planner.layout, wire.DTYPES[pb.DTYPE_UNSPECIFIED]),
             fingerprint=engine.fingerprint,
         )
@@ -151,10 +152,11 @@ class EncoderService(pb_grpc.EncoderServiceServicer):
                 subject=request.fingerprint,
                 metadata={"expected": request.fingerprint, "fingerprint": engine.fingerprint},
             )
-        _check_count(len(request.items), self._state.config.max_queue_items, reason="REQUEST_TOO_LARGE")
+        _check_count(len(request.items), self._state.config.max_queue_items)
         _check_videos(sum(item.WhichOneof("media") in ("encoded_video", "frame_list") for item in request.items))
         if request.dtype not in wire.DTYPES:
-            raise _invalid("dtype", f"dtype {request.dtype} is unknown: use one of {sorted(wire.DTYPES)}")
+            known = ", ".join(pb.Dtype.Name(number) for number in wire.DTYPES if number)  # type: ignore[arg-type]
+            raise _invalid("dtype", f"dtype {request.dtype} is unknown: use one of {known}")
         if request.max_chunk_bytes > MAX_CHUNK_BYTES:
             raise _invalid(
                 "max_chunk_bytes",
@@ -191,7 +193,7 @@ class EncoderService(pb_grpc.EncoderServiceServicer):
         waiting = len(refused) + len(items)
         try:
             for index, error in refused.items():
-                yield pb.EncodeResponse(item_index=index, failed=to_item_failed(error, index))
+                yield pb.EncodeResponse(item_index=index, failed=to_item_failed(error))
                 waiting -= _count(_result(error))
             for _ in items:
                 async with aclosing(self._answer(options, await ready.get())) as answers:
@@ -199,7 +201,7 @@ class EncoderService(pb_grpc.EncoderServiceServicer):
                         yield answer
                 waiting -= 1
         except BaseException as error:
-            _count(_result(error, expired=time.monotonic() >= options.deadline), waiting)
+            _count(_result(error, expired=is_expired(options.deadline - time.monotonic())), waiting)
             raise
         finally:
             for task in tasks:
@@ -232,7 +234,7 @@ class EncoderService(pb_grpc.EncoderServiceServicer):
                 item.admitted.release()
                 if rows.row.scope is Scope.CALL:
                     raise rows
-                yield pb.EncodeResponse(item_index=index, failed=to_item_failed(rows, index))
+                yield pb.EncodeResponse(item_index=index, failed=to_item_failed(rows))
                 _count(_result(rows))
                 return
             if not sent:
@@ -263,14 +265,14 @@ class EncoderService(pb_grpc.EncoderServiceServicer):
         return pb.EncodeResponse(item_index=item.planned.index, started=started)
 
 
-def _planned_message(index: int, plan: ItemPlan | NeedBytes | ServiceError) -> pb.PlannedItem:
+def _planned_message(plan: ItemPlan | NeedBytes | ServiceError) -> pb.PlannedItem:
     match plan:
         case ItemPlan():
             return pb.PlannedItem(plan=wire.plan_message(plan))
         case NeedBytes():
             return pb.PlannedItem(need_bytes=plan.count)
         case ServiceError():
-            return pb.PlannedItem(failed=to_item_failed(plan, index))
+            return pb.PlannedItem(failed=to_item_failed(plan))
 
 
 def _check_model(name: str, model: Model) -> None:
@@ -283,12 +285,12 @@ def _check_model(name: str, model: Model) -> None:
         )
 
 
-def _check_count(count: int, limit: int, reason: str = "REQUEST_INVALID") -> None:
+def _check_count(count: int, limit: int) -> None:
     if not count:
         raise _invalid("items", "the request has no items: send at least one")
     if count > limit:
         raise ServiceError(
-            reason,
+            "REQUEST_TOO_LARGE",
             f"the request has {count} items, the limit is {limit}: send fewer in a call",
             subject="items",
             metadata={"resource": "items", "requested": count, "limit": limit},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
 
 import grpc
 import grpc.aio
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 
 from fake_planner import FakePlanner
-from frontend_harness import Harness, collect, leftover_tasks, picture, raw_item, reason_of, serving, until
+from frontend_harness import Gate, Harness, collect, picture, raw_item, reason_of, serving, until, until_gone
 from opticnerve.v1 import encoder_pb2 as pb
 from opticnerve_server import interceptors, preprocess
 from opticnerve_server.metrics import ITEMS, REQUESTS, Result
@@ -29,12 +28,6 @@ async def read_all(call: grpc.aio.UnaryStreamCall[pb.EncodeRequest, pb.EncodeRes
         pass
 
 
-async def until_gone(server: Harness) -> None:
-    await until(server.frontend._service.idle.is_set)
-    await until(lambda: not server.engine.slots)
-    await until(lambda: not leftover_tasks())
-
-
 async def assert_still_works(server: Harness) -> None:
     answers = await collect(server.stub.Encode(REQUEST))
     assert all(answer.finished for answer in answers.values())
@@ -45,22 +38,6 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     gate = Gate()
     monkeypatch.setattr(FakePlanner, "fill_pixels", gate.before(FakePlanner.fill_pixels))
     return gate
-
-
-class Gate:
-    """Holds threads at the start of a function."""
-
-    def __init__(self) -> None:
-        self.inside = 0
-        self.open = threading.Event()
-
-    def before(self, function: Callable[..., object]) -> Callable[..., object]:
-        def waiting(*args: object) -> object:
-            self.inside += 1
-            assert self.open.wait(10)
-            return function(*args)
-
-        return waiting
 
 
 async def test_while_headers_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,6 +51,7 @@ async def test_while_headers_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
         gate.open.set()
         await assert_still_works(server)
         await until_gone(server)
+        assert gate.inside == 1 + 4, "the cancelled call is planned no further than the item that was under way"
         assert len(server.engine.released) == 4, "the cancelled call asked for nothing"
 
 

@@ -15,6 +15,9 @@ from safetensors.torch import load_file, save_file
 from opticnerve_server import cli
 from opticnerve_server.models.registry import ARCHITECTURES
 
+UMASK = os.umask(0o022)
+os.umask(UMASK)
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -116,6 +119,19 @@ def test_serve_refuses_a_model_before_it_takes_any_port(capsys: pytest.CaptureFi
     assert "config.json" in refusal(capsys, "serve", "--model", str(tmp_path))
 
 
+def test_serve_without_a_temporary_directory_says_so(checkpoint: Path) -> None:
+    ports = [f"--{name}=127.0.0.1:0" for name in ("listen", "health-listen", "metrics-listen")]
+    program = (
+        "import sys, tempfile; tempfile.tempdir = '/nowhere'; from opticnerve_server.cli import main; "
+        f"sys.exit(main(['serve', '--model', {str(checkpoint)!r}, *{ports}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (2, "")
+    failed = json.loads(done.stdout.splitlines()[-1])
+    assert failed["event"] == "failed"
+    assert "set TMPDIR to one that can be written" in failed["reason"]
+
+
 def test_serve_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--model, OPTICNERVE_MODEL" in refusal(capsys, "serve")
 
@@ -153,6 +169,30 @@ def test_a_seed_makes_the_same_weights(tmp_path: Path) -> None:
         cli.main(["make-checkpoint", "--arch", "qwen2_5_vl", "--out", str(tmp_path / name), "--seed", seed])
     a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
     assert a == b != c
+
+
+def test_only_an_empty_directory_is_written_to(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def refused(out: Path) -> str:
+        return refusal(capsys, "make-checkpoint", "--arch", "qwen3_vl", "--out", str(out))
+
+    (tmp_path / "file").write_text("mine")
+    assert "is not empty: name a directory" in refused(tmp_path)
+    assert "cannot write --out" in refused(tmp_path / "file")
+    assert "cannot write --out" in refused(tmp_path / "file" / "below")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert cli.main(["make-checkpoint", "--arch", "qwen3_vl", "--out", str(tmp_path / "new" / "model")]) == 0
+    modes = {(path.stat().st_mode & 0o777) for path in (tmp_path / "new" / "model").iterdir()}
+    assert modes == {0o666 & ~UMASK}
+
+
+@pytest.mark.parametrize("command", ["serve", "check", "make-checkpoint"])
+def test_the_client_alone_is_not_enough(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setitem(sys.modules, "av", None)
+    arguments = ["--arch", "qwen3_vl", "--out", str(tmp_path)] if command == "make-checkpoint" else ["--model", "m"]
+    assert "the server needs torch, av: pip install 'opticnerve[server]'" in refusal(capsys, command, *arguments)
 
 
 def test_an_unknown_architecture_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

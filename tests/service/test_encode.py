@@ -159,7 +159,7 @@ async def test_one_broken_among_eight() -> None:
     failed = answers.pop(3).failed
     assert failed is not None
     assert (failed.code, failed.reason) == (grpc.StatusCode.INVALID_ARGUMENT.value[0], "IMAGE_INVALID")
-    assert failed.message.startswith("items[3]: ")
+    assert failed.message.startswith("the PNG file is truncated")
     assert not failed.HasField("retry_after")
     for index, answer in answers.items():
         assert_ok(answer, pictures[index])
@@ -167,7 +167,7 @@ async def test_one_broken_among_eight() -> None:
 
 INVALID_ITEMS = [
     (pb.Item(), "IMAGE_INVALID", "has no media"),
-    (pb.Item(encoded_image=pb.EncodedImage()), "IMAGE_INVALID", ""),
+    (pb.Item(encoded_image=pb.EncodedImage()), "IMAGE_INVALID", "the image file is empty"),
     (pb.Item(encoded_image=pb.EncodedImage(data=b"\x89PNG\r\n\x1a\n")), "IMAGE_INVALID", "send the whole file"),
     (pb.Item(encoded_image=pb.EncodedImage(data=b"no image" * 100)), "IMAGE_INVALID", ""),
     (pb.Item(raw_image=pb.RawImage(height=8, width=8, data=bytes(191))), "IMAGE_INVALID", "8 x 8 x 3 are 192"),

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from transformers import Qwen2VLImageProcessorPil
+from transformers import Gemma4ImageProcessorPil, Qwen2VLImageProcessorPil
 
 import opticnerve
 from opticnerve.media import to_items
@@ -191,6 +191,46 @@ def test_patches_of_the_official_processor(official: Official, client: opticnerv
     assert (still.grid, moving.grid, moving.plan.timestamps) == (image.grid, frames.grid, ())
     assert_same(still, image.array, 1e-6)
     assert_same(moving, frames.array, 1e-6)
+
+
+def test_patches_with_positions(tmp_path: Path) -> None:
+    """A square of 8 x 8 tokens is what Gemma 4 makes of one, with 70 soft tokens: nothing is resized."""
+    directory = tmp_path / "model"
+    save_model("gemma4", directory)
+    processor = Gemma4ImageProcessorPil(max_soft_tokens=70)
+    processor.save_pretrained(directory)
+    video = {"video_processor_type": "Gemma4VideoProcessor"}
+    (directory / "video_preprocessor_config.json").write_text(json.dumps(video))
+    clip = np.random.default_rng(0).integers(0, 256, (3, 384, 384, 3), dtype=np.uint8)
+    frames = processor(list(clip), return_tensors="pt")  # a video's patches are those of its frames
+    values, positions = frames["pixel_values"], frames["image_position_ids"]
+    patches = [
+        opticnerve.Patches(tensors)
+        for kind in (torch.float32, torch.bfloat16)
+        for tensors in (
+            {"pixel_values": values[:1].to(kind), "image_position_ids": positions[:1]},
+            {"pixel_values_videos": values.to(kind), "video_position_ids": positions},
+        )
+    ]
+    sources = [clip[0], opticnerve.Frames(list(clip), 2.0, num_frames=3), *patches]
+    sources.append(opticnerve.Patches({"pixel_values": values[:1], "image_position_ids": positions[:1].flip(1)}))
+    with (
+        running(directory, tmp_path, "--token-budgets", "64,192") as server,
+        opticnerve.Client(server.address, timeout=120) as client,
+    ):
+        image, moving, *found, broken = client.encode(sources, dtype="float32", return_errors=True)
+    assert isinstance(image, opticnerve.Embedding)
+    assert isinstance(moving, opticnerve.Embedding)
+    assert isinstance(broken, opticnerve.errors.ImageInvalidError)
+    assert "of a whole raster" in broken.message
+    with torch.inference_mode():
+        expected = load_model(directory).model.get_image_features(values, positions).pooler_output
+    assert_same(image, expected[0].numpy())
+    assert_same(moving, torch.cat(expected).numpy())
+    for embedding, same in zip(found, (image, moving) * 2, strict=True):
+        assert isinstance(embedding, opticnerve.Embedding), embedding
+        assert (embedding.grid, embedding.tokens) == (same.grid, same.tokens)
+        assert_same(embedding, same.array, 1e-6)
 
 
 def anonymous_bytes(process: int) -> int:

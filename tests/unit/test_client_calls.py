@@ -62,7 +62,16 @@ async def test_a_plan_that_encode_would_refuse() -> None:
     assert isinstance(answers[0], ItemPlan)
     assert isinstance(answers[1], errors.ItemTooLargeError)
     assert isinstance(answers[2], errors.ImageInvalidError)
-    assert "item 2: the file ends after 10 bytes" in str(answers[2])
+    assert "item 2: the image file ends after 10 bytes" in str(answers[2])
+
+
+async def test_files_that_end_too_soon() -> None:
+    service = FakeService(answer_all)
+    service.plan = lambda _: pb.PlanItemsResponse(items=[pb.PlannedItem(need_bytes=4096)] * 2)  # less than is sent
+    async with serving(service) as address, AsyncClient(address) as client:
+        short, empty = await client.plan([bytes(10), b""], return_errors=True)
+    assert str(short).startswith("item 0: the image file ends after 10 bytes, before its size is known")
+    assert str(empty).startswith("item 1: the image file is empty")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import zlib
 from pathlib import Path
@@ -93,7 +94,7 @@ async def test_encode_with_a_failed_item(images: list[Path], capsys: pytest.Capt
     _, first, second = [line.split() for line in output.out.splitlines()]
     assert first[1:8] == ["32x192", "1x2x12", "6", "global+local", "replay+eager", "272+-", "5.0"]
     assert second == [str(images[1]), "-", "-", "-", "-", "failed", "-", "-", "-"]
-    assert output.err == f"opticnerve: {images[1]}: item 1: as scripted (IMAGE_INVALID)\n"
+    assert output.err == f"opticnerve: {images[1]}: as scripted (IMAGE_INVALID)\n"
 
 
 async def test_encode_as_json(images: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,6 +133,21 @@ async def test_encode_writes_what_succeeded(images: list[Path], tmp_path: Path) 
         assert json.loads(file.metadata()["1"])["error"]["reason"] == "IMAGE_INVALID"
 
 
+async def test_rows_that_cannot_be_written(
+    images: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    async with serving(FakeService(answer_all)) as address:
+        assert await run(address, "encode", "--out", tmp_path / "rows.safetensors", *images) == 1
+    output = capsys.readouterr()
+    assert len(output.out.splitlines()) == 3, "the table is there nonetheless"
+    assert output.err.startswith("opticnerve: cannot write ")
+    assert "No space left on device; name another file" in output.err
+
+
 async def test_plan(images: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     def planner(request: pb.PlanItemsRequest) -> pb.PlanItemsResponse:
         refused = failed(0, grpc.StatusCode.INVALID_ARGUMENT, "ITEM_TOO_LARGE").failed
@@ -156,7 +172,7 @@ async def test_plan(images: list[Path], capsys: pytest.CaptureFixture[str]) -> N
     assert [record["item"] for record in records] == ["480x640", str(images[0]), "9000x9000"]
     assert records[0]["plan"]["spans"][0]["kind"] == "image"
     assert records[2]["error"]["metadata"] == {"limit": "7"}
-    assert output.err == "opticnerve: 9000x9000: item 2: as scripted (ITEM_TOO_LARGE)\n"
+    assert output.err == "opticnerve: 9000x9000: as scripted (ITEM_TOO_LARGE)\n"
 
 
 async def test_plan_of_a_video(capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,7 +223,8 @@ async def test_health(healthy: bool, status: str, code: int, capsys: pytest.Capt
         assert await run(address, "health", "--json", SERVICE) == code
         assert json.loads(capsys.readouterr().out) == {"service": SERVICE, "status": status}
         assert await run(address, "health", "no.such.Service") == 1
-        assert "NOT_FOUND" in capsys.readouterr().err
+        said = "opticnerve: the server's health has no name 'no.such.Service': ask for opticnerve.v1.EncoderService, "
+        assert capsys.readouterr().err.startswith(said)
 
 
 async def test_a_call_that_fails_says_why(images: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,6 +245,9 @@ async def test_a_call_that_fails_says_why(images: list[Path], capsys: pytest.Cap
         (["encode", "no such file.jpg"], "there is no file no such file.jpg"),
         (["encode", __file__, "--dtype", "int8"], "invalid choice: 'int8'"),
         (["encode", __file__, "--out", "/no/such/directory/x.safetensors"], "there is no directory /no/such/directory"),
+        (["encode", __file__, "--out", str(Path(__file__).parent)], "is a directory: name a file in it"),
+        (["plan", "2x2", "99999999999x2"], "99999999999x2 is no size: its numbers must be at most 4294967295"),
+        (["plan", "9999999999@1:2x2"], "9999999999@1:2x2 is no size"),
         (["plan", "640*480"], "there is no file 640*480"),
         (["info", "--timeout", "0"], "0 is no number of seconds over 0"),
         (["info", "--timeout", "soon"], "soon is no number of seconds over 0"),

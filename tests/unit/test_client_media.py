@@ -171,6 +171,23 @@ def test_other_tensors_are_refused(values: Any) -> None:
         to_items([Patches({"pixel_values": values})])
 
 
+@pytest.mark.parametrize(
+    "size",
+    [
+        (99999999999, 2),
+        (-1, 2),
+        (1.5, 2),
+        (1, 2, 3),
+        ("7", 9),
+        VideoSize(1 << 32, 1.0, 2, 2),
+        VideoSize(1, 1.0, 2, 2, 1, -1),
+    ],
+)
+def test_what_is_no_size_is_named(size: Any) -> None:
+    with pytest.raises(ValueError, match=r"item 3: .* is no size: give whole numbers from 0 to 4294967295"):
+        to_media_size(size, 4, 3)
+
+
 def test_the_size_of_a_video() -> None:
     size = to_media_size(VideoSize(32, 24.0, 720, 1280, sample_fps=2), 4, 0).size
     assert (size.frames, size.fps, size.height, size.width) == (32, 24.0, 720, 1280)

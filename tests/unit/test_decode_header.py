@@ -6,6 +6,7 @@ import pickle
 import struct
 import subprocess
 import sys
+import time
 import zlib
 
 import pytest
@@ -126,10 +127,33 @@ def test_tiff_out_of_proportion() -> None:
 
 
 @pytest.mark.parametrize(
-    "flood", [b"\xff\xd8" + b"\xff" * 200_000, b"\xff\xd8\xff" + b"\xe0\0\2\xff" * 200_000, b"GIF89a" + bytes(200_000)]
+    "flood",
+    [
+        b"\xff\xd8" + b"\xff" * 200_000,
+        b"\xff\xd8\xff" + b"\xff" * 65_500 + b"\xd9" * 100,
+        b"\xff\xd8" + b"\xff\0" * 100_000,
+        b"\xff\xd8\xff" + b"\xe0\0\2\xff" * 200_000,
+        b"\xff\xd8\xff" + b"\xd0\xff" * 200_000,
+        b"GIF89a" + bytes(200_000),
+    ],
 )
 def test_header_of_endless_segments(flood: bytes) -> None:
     assert "header" in refusal(flood)
+    seconds = []
+    for _ in range(5):
+        start = time.process_time()
+        with pytest.raises(MediaError):
+            read_size(flood, max_pixels=MAX_PIXELS)
+        seconds.append(time.process_time() - start)
+    assert min(seconds) < 0.02
+
+
+def test_fill_bytes_before_a_marker() -> None:
+    file = SAMPLES["jpeg"]
+    size = read_size(file, max_pixels=MAX_PIXELS)
+    filled = file[:2] + b"\xff\0junk" + b"\xff" * (header.MAX_FILL_BYTES - 6) + file[2:]
+    assert read_size(filled, max_pixels=MAX_PIXELS) == size
+    assert "header" in refusal(file[:2] + b"\xff" * (header.MAX_FILL_BYTES + 1) + file[2:])
 
 
 def test_png_of_endless_chunks() -> None:

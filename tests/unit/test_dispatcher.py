@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fake_tower import FakeTower, expected
-from opticnerve_server.batcher import Batch, Batcher, Part
+from opticnerve_server.batcher import Batch, Batcher, Failure, Part, _drop_expired
 from opticnerve_server.dispatcher import Dispatcher, Finished
 from opticnerve_server.graphs import GraphManager, plan_capacities
 from opticnerve_server.ledger import Item, Ledger
@@ -25,11 +25,17 @@ class PoisonOnRelease:
     """The semaphore of a ring half that overwrites the half when it is given back."""
 
     def __init__(self, half: torch.Tensor, semaphore: threading.Semaphore) -> None:
-        self.half, self.acquire, self._release = half, semaphore.acquire, semaphore.release
+        self.half, self._semaphore = half, semaphore
+        self.held = False
+
+    def acquire(self) -> None:
+        self._semaphore.acquire()
+        self.held = True
 
     def release(self) -> None:
         self.half.fill_(float("nan"))
-        self._release()
+        self.held = False
+        self._semaphore.release()
 
 
 class House:
@@ -92,16 +98,16 @@ class House:
         finisher.start()
         self.batcher.stop()
         while (batch := self.batcher.take(self.dispatcher.land, lambda: None)) is not None:
-            if batch.parts:
-                self.dispatcher.run(batch)
-            else:
-                self.batcher.device_free()
+            self.dispatcher.run(batch)
         self.dispatcher.stop()
         finisher.join(10)
         assert not finisher.is_alive()
 
     def _computed(self) -> None:
-        """Poison what a computed batch gives back, before the next one may start."""
+        """Poison what a computed batch gives back, before the next one may start. A batch without parts had nothing."""
+        if not self.dispatcher._ring_free[self.computed % 2].held:
+            self.batcher.device_free()
+            return
         with torch.inference_mode():
             self.dispatcher._landings[self.computed % 2].block.fill_(255)
             self.graphs.arena.fill_(255)
@@ -288,6 +294,70 @@ def test_nan_rows_fail_their_item_and_no_later_one() -> None:
     assert failed == {0, 3, 6}
     for call in {1, 2, 4, 5, 7, 8}:
         house.check(call)
+
+
+def test_a_batch_that_lost_all_its_parts_leaves_no_pixels_behind() -> None:
+    """Its landing block must be open again, or the next batch runs out of it."""
+    house = House()
+    for _ in range(5):
+        big = house.submit(40, 32)  # larger than every graph: it has a landing block of its own
+        with house.batcher._changed:
+            (joined,) = house.batcher._join()
+        joined.landed_at = house.dispatcher.land(joined)
+        house.ledger.release(0, big.call, 0)
+        batch = house.take()
+        assert batch.parts == []
+        assert batch.dropped == [joined]
+        house.ledger.from_device(big, 0)
+        house.dispatcher.run(batch)
+    calls = [house.submit(32, 32).call for _ in range(2)]
+    house.run_all()
+    for call in calls:
+        house.check(call)
+    assert house.ledger.on_device == 0
+
+
+def test_a_part_that_could_not_land_is_dropped() -> None:
+    house = House()
+    house.submit(8, 8)
+    house.submit(8, 12)
+    failure = Failure("GPU_MEMORY", "no memory", 1.0)
+
+    def land(part: Part) -> int:
+        if part.item.call == 0:
+            part.failure = failure
+            return 0
+        return house.dispatcher.land(part)
+
+    batch = house.batcher.take(land, lambda: None)
+    assert batch is not None
+    assert [part.failure for part in batch.dropped] == [failure]
+    house.dispatcher.run(batch)
+    house.dispatcher.stop()
+    house.dispatcher.finish_forever()
+    house.check(1)
+
+
+def test_an_item_released_while_it_is_looked_at_is_not_lost() -> None:
+    house = House()
+    house.submit(8, 8)
+
+    class Fickle:
+        """Released the second time somebody asks."""
+
+        asked, deadline = 0, 1e12
+
+        @property
+        def released(self) -> bool:
+            self.asked += 1
+            return self.asked > 1
+
+    batch = house.take()
+    for part in batch.parts:
+        part.item = Fickle()  # type: ignore[assignment]
+    count = len(batch.parts)
+    _drop_expired(batch)
+    assert len(batch.parts) + len(batch.dropped) == count == 1
 
 
 class FailingOnceTower(FakeTower):

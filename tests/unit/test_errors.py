@@ -74,9 +74,9 @@ def test_row(reason: str) -> None:
     assert isinstance(info, error_details_pb2.ErrorInfo)
     assert (info.reason, info.domain, dict(info.metadata)) == (reason, "opticnerve", {"limit": "7"})
 
-    failed = to_item_failed(error, 3)
+    failed = to_item_failed(error)
     assert (failed.code, failed.reason, dict(failed.metadata)) == (status.code, reason, {"limit": "7"})
-    assert failed.message == "items[3]: what, the limit, the remedy"
+    assert failed.message == "what, the limit, the remedy"
     assert failed.HasField("retry_after") is retry
 
 

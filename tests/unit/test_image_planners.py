@@ -57,7 +57,8 @@ def official_size(architecture: str, official: Any, height: int, width: int) -> 
 @pytest.fixture
 def planner_of(tmp_path: Path) -> Any:
     def build(architecture: str, **changes: Any) -> GridPlanner:
-        write_checkpoint(architecture, tmp_path)
+        if not (tmp_path / "config.json").exists():
+            write_checkpoint(architecture, tmp_path)
         settings = json.dumps({**PROCESSORS[architecture], **changes})
         (tmp_path / "preprocessor_config.json").write_text(settings)
         planner = registry.build_planner(registry.open_model(str(tmp_path), "safetensors"))

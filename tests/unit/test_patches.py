@@ -13,6 +13,7 @@ import pytest
 from opticnerve_server.models import registry
 from opticnerve_server.models.base import ImageItem, PlanError
 from opticnerve_server.models.grid import GridPlanner
+from opticnerve_server.models.patches import grid_of
 from opticnerve_server.models.presets import PROCESSORS
 from opticnerve_server.types import ItemPlan
 from oracles import Media, media_for, official_patches
@@ -24,7 +25,9 @@ PRESETS = {
     "qwen2_5_vl": "qwen2.5-vl-3b",
     "glm4v": "glm-4.1v-9b",
     "ernie4_5_vl_moe": "ernie-4.5-vl-28b-a3b",
+    "gemma4": "gemma-4-e2b",
 }
+GRIDS = [architecture for architecture in PRESETS if architecture != "gemma4"]
 EXACT = ("qwen3_vl", "qwen3_5")
 """Their normalisation keeps pixel values apart in bfloat16, over all of its range."""
 
@@ -50,7 +53,7 @@ def restored(planner: GridPlanner, patches: npt.NDArray[Any], kind: str, grid: A
     return plan, out.reshape(-1, plan.height, plan.width, 3)
 
 
-@pytest.mark.parametrize("architecture", PRESETS)
+@pytest.mark.parametrize("architecture", GRIDS)
 @pytest.mark.parametrize(("t", "odd"), [(1, False), (4, False), (4, True)])
 def test_the_pixels_come_back(architecture: str, t: int, odd: bool, tmp_path: Path) -> None:
     planner = planner_of(architecture)
@@ -126,6 +129,14 @@ def test_resized_after_normalising_is_refused_in_bfloat16_too() -> None:
         ("qwen3_vl", "image", (1, 2, 4), (8, 1176), r"has \[8, 1536\] for this model"),
         ("qwen3_vl", "image", (1, 2, 4), (1, 8, 1536), r"of shape \[1, 8, 1536\]"),
         ("ernie4_5_vl_moe", "video", (3, 2, 4), (24, 588), "a multiple of 2"),
+        ("qwen3_vl", "image", (1, 6, 6), (1, 36, 1536), r"of shape \[1, 36, 1536\]"),
+        ("gemma4", "image", (2, 3, 6), (2, 20, 768), "an image has one temporal group"),
+        ("gemma4", "image", (1, 3, 4), (1, 20, 768), "multiples of 3"),
+        ("gemma4", "image", (1, 3, 6), (18, 768), r"of shape \[18, 768\], a grid of 1 x 3 x 6 has \[1, 768, 768\]"),
+        ("gemma4", "image", (1, 3, 6), (1, 17, 768), r"has \[1, 18, 768\] for this model"),
+        ("gemma4", "image", (1, 3, 6), (1, 20, 588), r"has \[1, 20, 768\] for this model"),
+        ("gemma4", "video", (3, 3, 6), (2, 20, 768), r"has \[3, 20, 768\] for this model"),
+        ("gemma4", "image", (1, 3, 10242), (1, 30726, 768), "3 rows and 10242 columns, the tower positions for 10240"),
     ],
 )
 def test_other_grids_are_refused(architecture: str, kind: str, grid: Any, shape: Any, match: str) -> None:
@@ -133,7 +144,74 @@ def test_other_grids_are_refused(architecture: str, kind: str, grid: Any, shape:
         planner_of(architecture).plan_patches(kind, grid, shape)
 
 
-def test_gemma_takes_no_patches() -> None:
-    planner = registry.build_planner(registry.open_model("preset:gemma-4-e2b", "dummy"))
-    with pytest.raises(PlanError, match="patches of this model are not supported"):
-        planner.plan_patches("image", (1, 3, 3), (9, 768))
+def positioned(frames: npt.NDArray[np.uint8], dtype: Any) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+    """Official patches and positions of each of these frames, padded to 70 tokens: a video's are those of stills."""
+    processor = TINY["gemma4"].processor(max_soft_tokens=70)
+    stills = processor(list(frames), do_resize=False, do_rescale=dtype != np.uint8, return_tensors="np")
+    return stills.pixel_values.astype(dtype), stills.image_position_ids
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.uint8])
+@pytest.mark.parametrize(("kind", "t"), [("image", 1), ("video", 1), ("video", 3)])
+def test_the_pixels_come_back_from_positions(kind: str, t: int, dtype: Any) -> None:
+    frames = np.random.default_rng(t).integers(0, 256, (t, 96, 144, 3), dtype=np.uint8)
+    frames[0].flat[:256] = np.arange(256)
+    patches, positions = positioned(frames, dtype)
+    assert patches.shape == (t, 630, 768)
+    grid = grid_of(positions)
+    assert grid == (t, 6, 9)
+    planner = planner_of("gemma4")
+    patches[:, 54:] = 99  # padding is not looked at
+    plan, out = restored(planner, patches, kind, grid)
+    assert (out == frames).all()
+    assert (plan.kind, plan.grid, plan.tokens, len(plan.spans), plan.timestamps) == (kind, grid, 6 * t, t, ())
+    if kind == "image":
+        assert plan == planner._still(96, 144)
+
+
+def test_every_level_comes_back_in_bfloat16() -> None:
+    """On every channel, which share one range without a normalisation."""
+    frames = np.arange(256, dtype=np.uint8).repeat(3 * 9).reshape(1, 48, 48, 3)
+    patches, positions = positioned(frames, ml_dtypes.bfloat16)
+    assert (restored(planner_of("gemma4"), patches, "image", grid_of(positions))[1] == frames).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize(
+    ("value", "match"),
+    [
+        (float("nan"), "NaN or infinity"),
+        (float("-inf"), "NaN or infinity"),
+        (1.5 / 255, "not 8-bit pixels"),
+        (1.02, "not 8-bit pixels"),
+        (-1.0, "not 8-bit pixels"),
+    ],
+)
+def test_other_numbers_are_refused_in_patches_with_positions(dtype: Any, value: float, match: str) -> None:
+    patches, positions = positioned(np.zeros((2, 48, 96, 3), np.uint8), dtype)
+    patches[1, 17, 700] = value
+    with pytest.raises(PlanError, match=match):
+        restored(planner_of("gemma4"), patches, "video", grid_of(positions))
+
+
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [
+        ((0, 0), (1, 0)),  # twice the same one
+        ((0, 5), (-1, -1)),  # padding inside
+        ((0, 17), (-1, -1)),  # the last one missing
+        ((0, 18), (0, 3)),  # more than a raster
+        ((0, 19), (-1, 0)),
+        ((0, 19), (-2, -2)),
+        ((0, 17), (2**63 - 1, 2**63 - 1)),
+        ((1, 3), (5, 1)),  # another frame than the first
+        ((0, slice(None)), (-1, -1)),  # nothing at all
+        ((slice(None), slice(18)), [(n // 3, n % 3) for n in range(18)]),  # column by column
+    ],
+)
+def test_positions_of_no_raster_are_refused(at: Any, value: Any) -> None:
+    _, positions = positioned(np.zeros((2, 48, 96, 3), np.uint8), np.uint8)
+    assert grid_of(positions) == (2, 3, 6)
+    positions[at] = value
+    with pytest.raises(PlanError, match=r"not \(column, row\) of a whole raster"):
+        grid_of(positions)

@@ -15,13 +15,13 @@ import transformers as hf
 from safetensors import safe_open
 
 from opticnerve_server.models import registry
-from opticnerve_server.models.base import ImageItem
+from opticnerve_server.models.base import ImageItem, PlanError, VideoItem
 from opticnerve_server.models.checkpoint import write_checkpoint
 from opticnerve_server.models.config import read_grid_config
 from opticnerve_server.models.ernie4_5_vl import Ernie45VLConfig
 from opticnerve_server.models.gemma4 import Gemma4Config
 from opticnerve_server.models.glm4v import Glm4vConfig
-from opticnerve_server.models.presets import PRESETS, PROCESSORS
+from opticnerve_server.models.presets import PRESETS, PROCESSORS, VIDEO_PROCESSORS
 from opticnerve_server.models.qwen2_5_vl import Qwen25VLConfig
 from opticnerve_server.models.qwen2_vl import Qwen2VLConfig
 from opticnerve_server.models.qwen3_vl import Qwen3VLConfig, Qwen35Config
@@ -133,6 +133,22 @@ def test_a_written_checkpoint_loads_and_repeats(architecture: str, tmp_path: Pat
         with safe_open(tmp_path / name / "model.safetensors", framework="pt") as file:
             assert any("embed_tokens" in stored for stored in file.keys())  # noqa: SIM118
     assert digests[0] == digests[1] != digests[2]
+
+
+@pytest.mark.parametrize("architecture", registry.ARCHITECTURES)
+def test_a_written_checkpoint_sees_videos_as_published(architecture: str, tmp_path: Path) -> None:
+    write_checkpoint(architecture, tmp_path)
+    source = registry.open_model(str(tmp_path), "safetensors")
+    planner = registry.build_planner(source)
+    video = VideoItem(64, 24.0, 480, 640)
+    if architecture == "ernie4_5_vl_moe":
+        with pytest.raises(PlanError, match=r"font 'Roboto-Regular.ttf' is no font file beside it"):
+            planner.plan(video)
+        return
+    plan = planner.plan(video)
+    assert (plan.kind, plan.tokens > 0) == ("video", True)
+    published = dataclasses.replace(source, video_processor=VIDEO_PROCESSORS[architecture])
+    assert plan == registry.build_planner(published).plan(video)
 
 
 def test_an_unknown_architecture_is_not_written(tmp_path: Path) -> None:
@@ -269,7 +285,7 @@ def test_configurations_that_no_tower_has(vision: dict[str, Any], match: str) ->
 
 
 def test_a_configuration_without_a_vision_part_is_refused() -> None:
-    with pytest.raises(ModelError, match="no vision_config"):
+    with pytest.raises(ModelError, match=r"config\.json: there is no vision_config, .*; take the one"):
         read_grid_config(Qwen3VLConfig, {"hidden_size": 4096})
 
 

@@ -435,12 +435,10 @@ global___Sampling = Sampling
 
 @typing.final
 class Patches(google.protobuf.message.Message):
-    """Patches are one image or one video as the model's official processor returns it: "pixel_values" and "image_grid_thw",
-    or "pixel_values_videos" and "video_grid_thw". Pixels are float32, bfloat16, or uint8 for levels that were not
-    normalised, of shape [t x h x w, 3 x temporal patch x patch x patch]; the grid is int64 [3] or [1, 3]. Normalised
-    pixels must be those of 8-bit levels, as they are where nothing was resized after it was scaled: the tower takes
-    levels, and others are refused. The plan of a video has no frame indices and no timestamps: whoever chose the frames
-    knows them.
+    """Patches are one image or one video as the model's official processor returns it. Pixels are float32, bfloat16, or
+    uint8 for levels that were not scaled. Others must be those of 8-bit levels, as they are where nothing was resized
+    after it was scaled: the tower takes levels, and what is none is refused. The plan of a video has no frame indices
+    and no timestamps: whoever chose the frames knows them.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -448,7 +446,14 @@ class Patches(google.protobuf.message.Message):
     TENSORS_FIELD_NUMBER: builtins.int
     @property
     def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NamedTensor]:
-        """The two tensors."""
+        """Two tensors, pixels and where they belong, by the names that the model's processor gives them:
+        - "pixel_values" [t x h x w, 3 x temporal patch x patch x patch] and "image_grid_thw", int64 [3] or [1, 3];
+        - "pixel_values_videos" and "video_grid_thw", likewise;
+        - of Gemma 4 "pixel_values" [1, n, patch x patch x 3] and "image_position_ids", int64 [1, n, 2]: (column, row) of
+          each patch, all of a grid from its top in raster order, then (-1, -1) for padding, of which no pixel is read;
+        - of Gemma 4 "pixel_values_videos" [frames, n, patch x patch x 3] and "video_position_ids", int64 [frames, n, 2],
+          likewise in each frame, all of one grid.
+        """
 
     def __init__(
         self,

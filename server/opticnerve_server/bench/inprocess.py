@@ -117,10 +117,7 @@ class InProcessEngine:
     def _device_forever(self) -> None:
         try:
             while (batch := self.batcher.take(self.dispatcher.land, lambda: None)) is not None:
-                if batch.parts:
-                    self.dispatcher.run(batch)
-                else:
-                    self.batcher.device_free()
+                self.dispatcher.run(batch)
         except BaseException as error:
             self.error = error
             with self._done:

@@ -40,6 +40,8 @@ def find_container(data: bytes) -> str:
 
     Raises MediaError for every other file, for a truncated one, and for one out of proportion.
     """
+    if not data:
+        raise MediaError("the video file is empty, it has no bytes: send one that has some")
     if data.startswith(EBML):
         _check_matroska(data)
         return "matroska"

@@ -6,12 +6,17 @@ allocate or loop out of proportion to the file.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-MAX_SEGMENTS = 1 << 16
-"""Chunks, segments or blocks that may precede the pixels. Files have tens; each costs Pillow microseconds."""
+MAX_SEGMENTS = 1 << 12
+"""Chunks, segments or blocks that may precede the pixels. Files have tens; each costs a microsecond here and
+several in Pillow, and the smallest takes four bytes of a request."""
+
+MAX_FILL_BYTES = 1 << 16
+"""Bytes without meaning before a marker of a JPEG file: skipped here at once, but by Pillow one by one."""
 
 MAX_TIFF_STRIPS = 1 << 18
 """Strips or tiles of a TIFF file: Pillow keeps some 300 bytes for each."""
@@ -92,14 +97,16 @@ def _damaged(name: str) -> MediaError:
 # --- one parser a format: the whole file or the start of it -> stored height, stored width, orientation
 
 
+_JPEG_MARKER = re.compile(rb"\xff[^\x00\xff]")
+
+
 def _jpeg(data: bytes) -> tuple[int, int, int]:
     position, orientation = 2, 1
     for _ in range(MAX_SEGMENTS):
         _need(data, position + 4)
         marker, length = data[position + 1], int.from_bytes(data[position + 2 : position + 4], "big")
         if data[position] != 0xFF or marker in (0x00, 0xFF):  # junk or fill bytes
-            position = data.find(b"\xff", position + 1)
-            _need(data, position if position > 0 else len(data) + 1)
+            position = _next_marker(data, position)
         elif marker == 0x01 or 0xD0 <= marker <= 0xD8:  # markers that stand alone
             position += 2
         elif 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # frame header
@@ -116,6 +123,16 @@ def _jpeg(data: bytes) -> tuple[int, int, int]:
                     orientation = _exif_orientation(data[position + 10 : end])
             position = end
     raise _damaged("JPEG")
+
+
+def _next_marker(data: bytes, position: int) -> int:
+    """Where the first marker at or behind `position` starts, behind junk and fill bytes."""
+    end = position + MAX_FILL_BYTES + 2
+    found = _JPEG_MARKER.search(data, position, end)
+    if found is None:
+        _need(data, min(len(data) + 1, end))
+        raise _damaged("JPEG")
+    return found.start()
 
 
 def _png(data: bytes) -> tuple[int, int, int]:

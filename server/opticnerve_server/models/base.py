@@ -126,7 +126,7 @@ class Planner(Protocol):
     def plan_patches(self, kind: str, grid: tuple[int, int, int], shape: tuple[int, ...]) -> ItemPlan:
         """The plan of an "image" or a "video" that comes as patches of `shape` from the official processor.
 
-        It has neither frame indices nor timestamps. Raises PlanError, also where patches cannot be taken.
+        It has neither frame indices nor timestamps. Raises PlanError.
         """
         ...
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from .. import attention
 from . import registry
-from .presets import PROCESSORS
+from .presets import PROCESSORS, VIDEO_PROCESSORS
 from .weights import MODEL, DummyTensors, stored_name
 
 _VISION: dict[str, dict[str, Any]] = {
@@ -80,15 +80,20 @@ class _Recorder(DummyTensors):
 
 
 def write_checkpoint(architecture: str, directory: Path, seed: int = 0) -> None:
-    """Write config.json, preprocessor_config.json and model.safetensors into `directory`, which is made.
+    """Write config.json, the files of the two processors and model.safetensors into `directory`, which is made.
 
     Weights are bfloat16 random numbers of `seed`, the tower small but with every branch of its family, the pixel limits
-    those published. A tensor of a language model is there too, as in a real checkpoint.
+    those published. A tensor of a language model is there too, as in a real checkpoint. No font is: ERNIE's videos,
+    onto which its own is written, need that beside the files.
 
-    Raises ModelError for an unknown architecture.
+    Raises ModelError for an unknown architecture and for a directory that holds anything, OSError where it cannot be
+    written.
     """
     if architecture not in _VISION:
         raise registry.ModelError(f"unknown architecture {architecture!r}: use one of {', '.join(_VISION)}")
+    directory.mkdir(parents=True, exist_ok=True)
+    if any(directory.iterdir()):
+        raise registry.ModelError(f"{directory} is not empty: name a directory that is, or that is not there yet")
     names = [name for name, known in registry.CLASSES.items() if known == architecture]
     config: dict[str, Any] = {
         "architectures": names,
@@ -109,7 +114,11 @@ def write_checkpoint(architecture: str, directory: Path, seed: int = 0) -> None:
         stored[published if published.startswith(bare) else MODEL + published] = tensor
     language = "model.embed_tokens.weight" if bare else "model.language_model.embed_tokens.weight"
     stored[language] = tensors.take(language, _VOCABULARY, parsed.out_hidden_size)
-    directory.mkdir(parents=True, exist_ok=True)
-    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
-    for file, content in (("config.json", config), ("preprocessor_config.json", PROCESSORS[architecture])):
+    # Not save_file, whose files only their owner may read.
+    (directory / "model.safetensors").write_bytes(save(stored, metadata={"format": "pt"}))
+    for file, content in (
+        ("config.json", config),
+        ("preprocessor_config.json", PROCESSORS[architecture]),
+        ("video_preprocessor_config.json", VIDEO_PROCESSORS[architecture]),
+    ):
         (directory / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -91,9 +91,16 @@ def read_grid_config(cls: type[Config], config: Mapping[str, Any]) -> Config:
 
     Raises ModelError for a missing section, a value of the wrong type, and what `check` refuses.
     """
+    try:
+        return _read(cls, config)
+    except ModelError as error:
+        raise ModelError(f"config.json: {error}; take the one that was published with the model's weights") from error
+
+
+def _read(cls: type[Config], config: Mapping[str, Any]) -> Config:
     section = config.get("vision_config")
     if not isinstance(section, Mapping):
-        raise ModelError("config.json has no vision_config: this is not a vision-language model's configuration")
+        raise ModelError("there is no vision_config, so this is no vision-language model's")
     given = {ALIASES.get(key, key): value for key, value in section.items() if value is not None}
     rope = given.get("rope_parameters", {})
     if rope.get("rope_type", "axial") not in ROPE_TYPES:
@@ -109,7 +116,7 @@ def read_grid_config(cls: type[Config], config: Mapping[str, Any]) -> Config:
             values[field.name] = _typed(cls.key(field.name), sections[section][key], expected[field.name])
     missing = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING and f.name not in values]
     if missing:
-        raise ModelError(f"config.json has no {cls.key(missing[0])}")
+        raise ModelError(f"there is no {cls.key(missing[0])}")
     parsed = cls(**values)
     parsed.check()
     return parsed

@@ -252,7 +252,7 @@ class Gemma4Tower(GridTower):
             mean=read_channels(settings, "image_mean"),
             std=read_channels(settings, "image_std"),
             max_clip_units=CLIP_TOKENS,
-            takes_patches=False,
+            positions=positions,
         )
 
     def forward(self, path: str, buffers: Mapping[str, torch.Tensor], capacity: Capacity) -> torch.Tensor:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ..types import ItemPlan, Layout, PathPlan, Span
 from .base import ImageItem, PathSpec, PlanError, VideoItem
 from .clip import NO_CLIPS, Clip, ClipRule, NoClips, clip_plan
-from .patches import PatchFormat
+from .patches import PatchFormat, PositionedFormat
 from .processor import QWEN2_VL, ProcessorClass, read_processor
 
 PATH = "default"
@@ -133,8 +133,8 @@ class GridPlanner:
 
     `patch` and `merge` are sides in pixels and in patches; `mean` and `std` are of values scaled to 0..1, in RGB order.
     `fold` temporal groups of a video share their tokens, a token being as many units. `max_clip_units` is of the
-    largest video, where that is larger than the largest image; `takes_patches` means that patches of the official
-    processor are in PatchFormat. Raises ValueError when a number makes no sense.
+    largest video, where that is larger than the largest image. `positions` are the columns and rows that a tower has
+    whose official patches are in PositionedFormat, 0 for PatchFormat. Raises ValueError when a number makes no sense.
     """
 
     architecture: str
@@ -149,7 +149,7 @@ class GridPlanner:
     min_units: int = 64
     max_clip_units: int = 0
     clips: ClipRule = NO_CLIPS
-    takes_patches: bool = True
+    positions: int = 0
     paths: dict[str, PathSpec] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -277,8 +277,6 @@ class GridPlanner:
 
     def plan_patches(self, kind: str, grid: tuple[int, int, int], shape: tuple[int, ...]) -> ItemPlan:
         """See `base.Planner.plan_patches`."""
-        if not self.takes_patches:
-            raise PlanError("patches of this model are not supported: send the image or video itself")
         self._patch_format.check(kind, grid, shape)
         t, height, width = grid[0], grid[1] * self.patch, grid[2] * self.patch
         if kind == "image":
@@ -299,6 +297,8 @@ class GridPlanner:
 
     @property
     def _patch_format(self) -> PatchFormat:
+        if self.positions:
+            return PositionedFormat(patch=self.patch, merge=self.merge, positions=self.positions)
         return PatchFormat(
             patch=self.patch,
             merge=self.merge,

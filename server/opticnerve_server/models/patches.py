@@ -1,4 +1,4 @@
-"""Patches of a grid model's official processor, turned back into the frames of which they were cut.
+"""Patches of a model's official processor, turned back into the frames of which they were cut.
 
 The tower takes 8-bit pixels and normalises them itself. Patches are such pixels, normalised and put into another order:
 both can be undone, and it is checked that they were.
@@ -6,8 +6,9 @@ both can be undone, and it is checked that they were.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -16,8 +17,10 @@ import numpy.typing as npt
 from ..types import ItemPlan
 from .base import PlanError
 
+Channels: TypeAlias = tuple[float, float, float]
+
 FLOAT32_TOLERANCE = 1e-4
-"""Neighbouring pixel values differ by 0.008 or more once they are normalised; processors round by some 1e-7."""
+"""Neighbouring pixel values differ by 0.0039 or more in patches; processors round by some 1e-7."""
 
 BFLOAT16_STEP = 2.0**-7
 """One step of bfloat16 by the size of a number. Above 2 it is wider than the distance of pixel values in the CLIP
@@ -36,8 +39,8 @@ class PatchFormat:
     merge: int
     temporal_patch: int
     fold: int
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
+    mean: Channels
+    std: Channels
 
     def check(self, kind: str, grid: tuple[int, int, int], shape: tuple[int, ...]) -> None:
         """Raise PlanError for a grid that this model has no such item of, or patches that are not those of the grid."""
@@ -51,7 +54,7 @@ class PatchFormat:
             raise PlanError(f"the grid is {text}: an image has one temporal group, send a video as pixel_values_videos")
         if kind == "video" and t % self.fold:
             raise PlanError(f"the grid is {text}: the frames of this model's videos are a multiple of {self.fold}")
-        expected = (t * h * w, 3 * self.temporal_patch * self.patch**2)
+        expected = self._shape(grid, shape)
         if shape != expected:
             raise PlanError(
                 f"the patches are of shape {list(shape)}, a grid of {text} has {list(expected)} for this model: "
@@ -61,13 +64,10 @@ class PatchFormat:
     def restore(self, patches: npt.NDArray[np.generic], plan: ItemPlan, out: npt.NDArray[np.uint8]) -> None:
         """See `base.Planner.fill_patches`. Works on one temporal group at a time, without copies of the whole."""
         t, h, w = plan.grid
-        m, p, frames = self.merge, self.patch, self.temporal_patch
+        frames = self.temporal_patch
         targets = out.reshape(-1, plan.height, plan.width, 3, copy=False)
-        for group in range(t):
-            levels = self._levels(patches[group * h * w : (group + 1) * h * w].reshape(h * w, 3, -1))
-            # token row, token column, row and column of a patch, channel, frame, row and column of a pixel
-            cut = levels.reshape(h // m, w // m, m, m, 3, frames, p, p)
-            pictures = cut.transpose(5, 0, 2, 6, 1, 3, 7, 4).reshape(frames, plan.height, plan.width, 3)
+        for group, rows in enumerate(patches.reshape(t, -1, patches.shape[-1], copy=False)):
+            pictures = self._pictures(rows[: h * w], h, w).reshape(frames, plan.height, plan.width, 3)
             if plan.kind == "video":
                 targets[group * frames : (group + 1) * frames] = pictures
             elif (pictures == pictures[0]).all():
@@ -75,24 +75,93 @@ class PatchFormat:
             else:
                 raise PlanError("the frames of pixel_values differ, those of an image are equal: send a video as one")
 
-    def _levels(self, patches_rcv: npt.NDArray[np.generic]) -> npt.NDArray[np.uint8]:
-        """The pixel values of [rows, channels, values] that are normalised, or pixel values already."""
-        if patches_rcv.dtype == np.uint8:
-            pixels: npt.NDArray[Any] = patches_rcv
-            return pixels
-        is_bfloat16 = patches_rcv.dtype == ml_dtypes.bfloat16
-        values = patches_rcv.astype(np.float32)
-        if not np.isfinite(values).all():
-            raise PlanError("the patches hold NaN or infinity: send finite numbers")
-        mean, std = (255 * np.array(numbers, np.float32)[:, None] for numbers in (self.mean, self.std))
-        with np.errstate(over="ignore", invalid="ignore"):  # of numbers that are no pixels by far
-            levels = np.rint(values * std + mean)
-            off = np.abs((levels - mean) / std - values)
-        allowed = np.abs(values) * BFLOAT16_STEP if is_bfloat16 else FLOAT32_TOLERANCE
-        if (off > allowed).any() or levels.min() < 0 or levels.max() > 255:
+    def _shape(self, grid: tuple[int, int, int], shape: tuple[int, ...]) -> tuple[int, ...]:
+        """That of the patches of a grid, which come as `shape`."""
+        return (math.prod(grid), 3 * self.temporal_patch * self.patch**2)
+
+    def _pictures(self, rows: npt.NDArray[np.generic], h: int, w: int) -> npt.NDArray[np.uint8]:
+        """The frames of one temporal group of h x w patches, with axes frame, two of rows, two of columns, channel."""
+        m, p = self.merge, self.patch
+        mean, std = (np.array(numbers, np.float32)[:, None] for numbers in (self.mean, self.std))
+        levels = _levels(rows.reshape(h * w, 3, -1), mean, std)
+        # token row, token column, row and column of a patch, channel, frame, row and column of a pixel
+        cut = levels.reshape(h // m, w // m, m, m, 3, self.temporal_patch, p, p)
+        return cut.transpose(5, 0, 2, 6, 1, 3, 7, 4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PositionedFormat(PatchFormat):
+    """Patches as Gemma 4's processors give them: [frames, any number, patch x patch x 3], scaled but not normalised.
+
+    Of each frame the first h x w are its patches in raster order, the others are padding and not read. The tower has
+    `positions` columns and rows.
+    """
+
+    temporal_patch: int = 1
+    fold: int = 1
+    mean: Channels = (0.0, 0.0, 0.0)
+    std: Channels = (1.0, 1.0, 1.0)
+    positions: int
+
+    def check(self, kind: str, grid: tuple[int, int, int], shape: tuple[int, ...]) -> None:
+        """See PatchFormat."""
+        PatchFormat.check(self, kind, grid, shape)
+        _, h, w = grid
+        if max(h, w) > self.positions:
             raise PlanError(
-                "the patches are not 8-bit pixels under this model's normalisation, which the tower takes: send the "
-                "image or video itself"
+                f"the grid has {h} rows and {w} columns, the tower positions for {self.positions} of each: send a "
+                "smaller image or video"
             )
-        exact: npt.NDArray[np.uint8] = levels.astype(np.uint8)
-        return exact
+
+    def _shape(self, grid: tuple[int, int, int], shape: tuple[int, ...]) -> tuple[int, ...]:
+        t, h, w = grid
+        return (t, max(h * w, *shape[1:2]), 3 * self.patch**2)
+
+    def _pictures(self, rows: npt.NDArray[np.generic], h: int, w: int) -> npt.NDArray[np.uint8]:
+        p = self.patch
+        levels = _levels(rows.reshape(-1, 3), np.array(self.mean, np.float32), np.array(self.std, np.float32))
+        # row and column of a patch, row and column of a pixel, channel
+        return levels.reshape(1, h, w, p, p, 3).swapaxes(2, 3)
+
+
+def grid_of(positions: npt.NDArray[np.int64]) -> tuple[int, int, int]:
+    """The grid of patches whose (column, row) these are, [frames, patches, 2], (-1, -1) for padding.
+
+    Raises PlanError unless every frame has the same whole raster from its top left, and padding behind it alone.
+    """
+    t, patches, _ = positions.shape
+    w, h = (int(last) + 1 for last in positions[0].max(axis=0))
+    if 0 < h * w <= patches:
+        raster = np.full((patches, 2), -1)
+        raster[: h * w] = np.indices((h, w))[::-1].reshape(2, -1).T
+        if (positions == raster).all():
+            return (t, h, w)
+    raise PlanError(
+        "the positions of the patches are not (column, row) of a whole raster, row by row and the same in every frame, "
+        "then (-1, -1) for padding: send those that the model's own processor returns for one item"
+    )
+
+
+def _levels(
+    patches: npt.NDArray[np.generic], mean: npt.NDArray[np.float32], std: npt.NDArray[np.float32]
+) -> npt.NDArray[np.uint8]:
+    """The pixel values of patches that are scaled to 0..1 and normalised, or pixel values already."""
+    if patches.dtype == np.uint8:
+        pixels: npt.NDArray[Any] = patches
+        return pixels
+    is_bfloat16 = patches.dtype == ml_dtypes.bfloat16
+    values = patches.astype(np.float32)
+    if not np.isfinite(values).all():
+        raise PlanError("the patches hold NaN or infinity: send finite numbers")
+    mean, std = 255 * mean, 255 * std
+    with np.errstate(over="ignore", invalid="ignore"):  # of numbers that are no pixels by far
+        levels = np.rint(values * std + mean)
+        off = np.abs((levels - mean) / std - values)
+    allowed = np.abs(values) * BFLOAT16_STEP if is_bfloat16 else FLOAT32_TOLERANCE
+    if (off > allowed).any() or levels.min() < 0 or levels.max() > 255:
+        raise PlanError(
+            "the patches are not 8-bit pixels under this model's normalisation, which the tower takes: send the "
+            "image or video itself"
+        )
+    exact: npt.NDArray[np.uint8] = levels.astype(np.uint8)
+    return exact

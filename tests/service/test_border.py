@@ -1,0 +1,124 @@
+"""What is between gRPC and the service: bytes that are no message, room to plan, how the end of a call is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from google.rpc import error_details_pb2
+
+from fake_planner import FakePlanner
+from frontend_harness import (
+    Gate,
+    Harness,
+    collect,
+    details_of,
+    picture,
+    raw_item,
+    reason_of,
+    serving,
+    until,
+    until_gone,
+)
+from opticnerve.v1 import encoder_pb2 as pb
+from opticnerve_server.interceptors import DEADLINE_TOLERANCE_S, is_expired
+from opticnerve_server.metrics import ITEMS, REJECTED, REQUESTS, Rejection, Result
+
+PAIR = pb.EncodeRequest(items=[raw_item(picture(8, 8))] * 2)
+
+
+def count(metric: Any, *labels: str) -> float:
+    return float(metric.labels(*labels)._value.get())
+
+
+@pytest.mark.parametrize("method", ["Encode", "PlanItems", "GetServerInfo", "Release"])
+async def test_bytes_that_are_no_message(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    before = count(REQUESTS, method, "INVALID_ARGUMENT")
+    path = f"/opticnerve.v1.EncoderService/{method}"
+    data = b"\x0a\xff no message"
+    with caplog.at_level(logging.WARNING):
+        async with serving() as server:
+            channel = server.channel
+            call = channel.unary_stream(path)(data).read() if method == "Encode" else channel.unary_unary(path)(data)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert reason_of(caught.value) == "REQUEST_INVALID"
+    assert "DecodeError" not in str(caught.value.details())
+    assert count(REQUESTS, method, "INVALID_ARGUMENT") == before + 1
+    assert not caplog.records
+
+
+async def refused_while_planning(server: Harness) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await collect(server.stub.Encode(PAIR))
+    assert reason_of(caught.value) == "QUEUE_FULL"
+    details = details_of(caught.value)
+    info, retry = details["ErrorInfo"], details["RetryInfo"]
+    assert isinstance(info, error_details_pb2.ErrorInfo)
+    assert isinstance(retry, error_details_pb2.RetryInfo)
+    assert dict(info.metadata) == {"resource": "planning", "requested": "2", "limit": "5"}
+    assert 0 < retry.retry_delay.ToMilliseconds() <= 1000
+
+
+async def test_no_more_items_wait_to_be_planned_than_the_queue_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate()
+    rejected = count(REJECTED, Rejection.QUEUE_FULL)
+    async with serving(max_queue_items=5) as server:
+        monkeypatch.setattr(FakePlanner, "plan", gate.before(FakePlanner.plan))
+        calls = [asyncio.create_task(collect(server.stub.Encode(PAIR))) for _ in range(2)]
+        await until(lambda: gate.inside == 2)
+        await refused_while_planning(server)
+        assert count(REJECTED, Rejection.QUEUE_FULL) == rejected + 1
+        sizes = pb.PlanItemsRequest(items=[pb.MediaSize(size=pb.MediaSize.Size(height=8, width=8))] * 9)
+        planned = asyncio.create_task(plan(server, sizes))
+        gate.open.set()
+        for answers in await asyncio.gather(*calls):
+            assert all(answer.finished for answer in answers.values())
+        assert len((await planned).items) == 9, "sizes have a bound of their own"
+        assert len(await collect(server.stub.Encode(PAIR))) == 2
+
+
+async def plan(server: Harness, request: pb.PlanItemsRequest) -> pb.PlanItemsResponse:
+    return await server.stub.PlanItems(request)
+
+
+async def test_calls_that_are_gone_make_room_to_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate()
+    async with serving(max_queue_items=5) as server:
+        monkeypatch.setattr(FakePlanner, "plan", gate.before(FakePlanner.plan))
+        calls = [server.stub.Encode(PAIR) for _ in range(2)]
+        await until(lambda: gate.inside == 2)
+        for call in calls:
+            call.cancel()
+        await until(server.frontend._service.idle.is_set)
+        await refused_while_planning(server)  # the threads are still at it
+        gate.open.set()
+        await until(lambda: server.frontend._preprocessor._items._items == 0)
+        assert gate.inside == 2
+        assert len(await collect(server.stub.Encode(PAIR))) == 2
+
+
+def test_what_counts_as_expired() -> None:
+    assert [is_expired(left) for left in (None, float("inf"), 1.0)] == [False] * 3
+    assert [is_expired(left) for left in (0.0, DEADLINE_TOLERANCE_S / 2)] == [True] * 2
+
+
+async def test_a_caller_that_leaves_a_little_before_its_deadline_has_expired() -> None:
+    calls, items = count(REQUESTS, "Encode", "DEADLINE_EXCEEDED"), count(ITEMS, Result.EXPIRED)
+    async with serving() as server:
+        server.engine.hold_rows = True
+        call = server.stub.Encode(PAIR, timeout=0.5)
+        await until(lambda: len(server.engine.held) == 2)
+        left = call.time_remaining()
+        assert left is not None
+        await asyncio.sleep(left - DEADLINE_TOLERANCE_S / 2)
+        call.cancel()
+        await until_gone(server)
+        server.engine.resume()
+    assert count(REQUESTS, "Encode", "DEADLINE_EXCEEDED") == calls + 1
+    assert count(ITEMS, Result.EXPIRED) == items + 2
