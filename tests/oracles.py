@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 import transformers
 
+from opticnerve_server.models.base import ImageItem
 from opticnerve_server.models.presets import PROCESSORS
 from opticnerve_server.types import ItemPlan, PathPlan
 from tiny_models import TINY
@@ -30,7 +31,7 @@ def save_model(architecture: str, directory: Path, *, seed: int = 0, shard: str 
     randomise(model, seed)
     model.save_pretrained(directory, max_shard_size=shard)
     settings = {key: value for key, value in PROCESSORS[architecture].items() if key != "image_processor_type"}
-    TINY[architecture].processor(**settings).save_pretrained(directory)
+    TINY[architecture].processor(**{**settings, **TINY[architecture].settings}).save_pretrained(directory)
 
 
 def randomise(model: torch.nn.Module, seed: int) -> None:
@@ -104,6 +105,15 @@ def media_for(architecture: str, t: int, h: int, w: int, *, seed: int, odd: bool
     return random_media(t, h, w, **sizes, seed=seed, odd=odd)
 
 
+def tiled_media(planner: Any, height: int, width: int, *, seed: int) -> Media:
+    """Noise of a size, as the tiles that a planner makes of it: frames [tiles, side, side, 3]."""
+    image = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    plan = planner.plan(ImageItem(height, width))
+    tiles = np.empty(plan.pixel_bytes, np.uint8)
+    planner.fill_pixels(image, plan, tiles)
+    return Media(plan, tiles.reshape(-1, planner.side, planner.side, 3))
+
+
 def official_patches(architecture: str, directory: Path, media: Media) -> torch.Tensor:
     """`pixel_values` float32 [rows, 3 x temporal_patch x patch x patch] by the official processor.
 
@@ -126,6 +136,8 @@ def official_patches(architecture: str, directory: Path, media: Media) -> torch.
 def oracle_rows(model: Any, directory: Path, batch: Sequence[Media]) -> torch.Tensor:
     """Rows [tokens, width] of a whole batch by the official tower: main, then the DeepStack levels."""
     architecture, inner = model.config.model_type, model.model
+    if TINY[architecture].side:
+        return _tile_rows(model, directory, batch)
     if architecture == "gemma4":
         return torch.cat([_gemma4_rows(inner, directory, media) for media in batch])
     tower = inner.vision_tower if architecture == "ernie4_5_vl_moe" else inner.visual
@@ -139,6 +151,15 @@ def oracle_rows(model: Any, directory: Path, batch: Sequence[Media]) -> torch.Te
         grid[:, 0] = 1
     output = tower(pixels, grid_thw=grid)
     return torch.cat([output.pooler_output, *getattr(output, "deepstack_features", [])], dim=-1)
+
+
+def _tile_rows(model: Any, directory: Path, batch: Sequence[Media]) -> torch.Tensor:
+    """Rows of items whose frames are their tiles, each normalised by the official processor."""
+    processor = TINY[model.config.model_type].processor.from_pretrained(directory)
+    tiles = [tile for media in batch for tile in media.frames]
+    pixels = processor(tiles, do_resize=False, return_tensors="pt").pixel_values.to(model.dtype)
+    rows: torch.Tensor = model.get_image_features(pixels).pooler_output.flatten(0, 1)
+    return rows
 
 
 def _gemma4_rows(inner: Any, directory: Path, media: Media) -> torch.Tensor:

@@ -176,7 +176,9 @@ class Engine:
             metrics.GRAPH_MEMORY_BYTES.labels(path).set(state.memory_bytes)
             metrics.CAPTURE_DURATION.labels(path).set(state.capture_s)
         self._batch_tokens = metrics.batch_tokens_histogram(
-            capacity.units for capacities in self.capacities.values() for capacity in capacities
+            capacity.units * self.graphs.tower.planner.paths[path].tokens_per_unit
+            for path, capacities in self.capacities.items()
+            for capacity in capacities
         )
 
     def _dispatcher(self, tower: Tower) -> Dispatcher:
@@ -256,7 +258,8 @@ class Engine:
                     ),
                 )
         self.counts.add(finished)
-        self._batch_tokens.observe(max(run.load.units for run in finished.runs))
+        paths = self.graphs.tower.planner.paths
+        self._batch_tokens.observe(max(run.load.units * paths[run.path].tokens_per_unit for run in finished.runs))
 
     def _fail(self, part: Part, reason: str, message: str, retry_after: float | None = None) -> None:
         """End the item of a part that comes back from the device, or was to go there, without rows."""

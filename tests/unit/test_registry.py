@@ -52,6 +52,9 @@ PUBLISHED = {
     "gemma-4-e4b": (16, 768, 3072, 2560, 0),
     "gemma-4-26b-a4b": (27, 1152, 4304, 2816, 0),
     "gemma-4-31b": (27, 1152, 4304, 5376, 0),
+    "gemma-3-4b": (27, 1152, 4304, 2560, 0),
+    "gemma-3-12b": (27, 1152, 4304, 3840, 0),
+    "gemma-3-27b": (27, 1152, 4304, 5376, 0),
 }
 # architecture: (tokens of the largest item, of 336 x 336 pixels, of 32 x 32), from preprocessor_config.json.
 LIMITS = {
@@ -62,6 +65,7 @@ LIMITS = {
     "glm4v_moe": (7500, 144, 9),
     "ernie4_5_vl_moe": (6177, 144, 4),
     "gemma4": (2240, 256, 256),  # a video of 32 frames
+    "gemma3": (1, 256, 256),
 }
 
 

@@ -130,8 +130,8 @@ def frames(data: bytes, indices: Sequence[int], *, max_frame_pixels: int) -> Ite
         for count, frame in enumerate(container.decode(stream)):
             if size is None:
                 _check_size(frame.height, frame.width, max_frame_pixels)
-                # Once, and not of every frame: one whose side data was looked at is part of a reference cycle, which keeps
-                # its memory until the garbage collector comes by.
+                # Once, and not of every frame: one whose side data was looked at is part of a reference cycle, which
+                # keeps its memory until the garbage collector comes by.
                 size, turn = (frame.width, frame.height), _turn(frame)
             if (frame.width, frame.height) != size:
                 raise MediaError("the video changes its size midway: save it anew in one size")

@@ -58,6 +58,21 @@ _VISION["gemma4"] = {
 _VISION["qwen3_vl_moe"] = _VISION["qwen3_vl"]
 _VISION["qwen3_5"] = _VISION["qwen3_5_moe"] = {**_VISION["qwen3_vl"], "deepstack_visual_indexes": []}
 
+_VISION["gemma3"] = {
+    "num_hidden_layers": 3,
+    "hidden_size": 96,
+    "intermediate_size": 200,
+    "num_attention_heads": 4,
+    "image_size": 112,
+    "patch_size": 14,
+}
+
+_SETTINGS: dict[str, dict[str, Any]] = {"gemma3": {"mm_tokens_per_image": 4}}
+"""What else config.json says, by architecture."""
+
+_TILES: dict[str, dict[str, Any]] = {"gemma3": {"size": {"height": 112, "width": 112}}}
+"""Changes to the published processors: those of tiles, which would make the small towers slow, are smaller."""
+
 _TEXT = {"hidden_size": 128}
 """The language model's configuration, for the towers whose rows are as wide."""
 
@@ -83,7 +98,7 @@ def write_checkpoint(architecture: str, directory: Path, seed: int = 0) -> None:
     """Write config.json, preprocessor_config.json and model.safetensors into `directory`, which is made.
 
     Weights are bfloat16 random numbers of `seed`, the tower small but with every branch of its family, the pixel limits
-    those published. A tensor of a language model is there too, as in a real checkpoint.
+    those published; tiles are small too. A tensor of a language model is there too, as in a real checkpoint.
 
     Raises ModelError for an unknown architecture.
     """
@@ -95,8 +110,10 @@ def write_checkpoint(architecture: str, directory: Path, seed: int = 0) -> None:
         "model_type": architecture,
         "vision_config": _VISION[architecture],
         "text_config": _TEXT,
+        **_SETTINGS.get(architecture, {}),
     }
-    source = registry.ModelSource(directory.name, architecture, config, PROCESSORS[architecture], directory)
+    processor = {**PROCESSORS[architecture], **_TILES.get(architecture, {})}
+    source = registry.ModelSource(directory.name, architecture, config, processor, directory)
     tensors = _Recorder(seed)
     backend, _ = attention.resolve("sdpa", tensors.device, tensors.dtype, head_dim=0)
     tower_class = registry.tower_class(architecture)
@@ -111,5 +128,5 @@ def write_checkpoint(architecture: str, directory: Path, seed: int = 0) -> None:
     stored[language] = tensors.take(language, _VOCABULARY, parsed.out_hidden_size)
     directory.mkdir(parents=True, exist_ok=True)
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
-    for file, content in (("config.json", config), ("preprocessor_config.json", PROCESSORS[architecture])):
+    for file, content in (("config.json", config), ("preprocessor_config.json", processor)):
         (directory / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -21,6 +21,7 @@ from .base import ImageItem, PathSpec, PlanError, VideoItem
 from .clip import NO_CLIPS, Clip, ClipRule, NoClips, clip_plan
 from .patches import PatchFormat
 from .processor import QWEN2_VL, ProcessorClass, read_processor
+from .resize import torch_bicubic
 
 PATH = "default"
 """Name of the one path of these towers."""
@@ -269,11 +270,11 @@ class GridPlanner:
         targets = out.reshape(-1, plan.height, plan.width, 3, copy=False)
         if plan.kind == "video":
             for frame, target in zip(self.clips.prepare(media, plan), targets, strict=True):
-                self._resize_into(frame, target)
+                torch_bicubic(frame, target)
         else:
             assert isinstance(media, np.ndarray)
             (target,) = targets
-            self._resize_into(media, target)
+            torch_bicubic(media, target)
 
     def plan_patches(self, kind: str, grid: tuple[int, int, int], shape: tuple[int, ...]) -> ItemPlan:
         """See `base.Planner.plan_patches`."""
@@ -307,19 +308,3 @@ class GridPlanner:
             mean=self.mean,
             std=self.std,
         )
-
-    def _resize_into(self, media: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8]) -> None:
-        if media.shape == target.shape:
-            np.copyto(target, media)
-            return
-        # A front-end binds its port before it can afford the seconds of this import.
-        import torch
-        from torch.utils.dlpack import from_dlpack
-
-        # DLPack takes read-only memory without a copy or a warning. Views of HWC memory are also the fastest layout.
-        source_1chw = from_dlpack(media).permute(2, 0, 1).unsqueeze(0)
-        target_1chw = from_dlpack(target).permute(2, 0, 1).unsqueeze(0)
-        # What `interpolate(mode="bicubic", antialias=True)` runs, in the form that writes where it is told: a third of
-        # its time goes into a result of its own and the copy from there.
-        resize = torch.ops.aten._upsample_bicubic2d_aa.out
-        resize(source_1chw, target.shape[:2], False, None, None, out=target_1chw)

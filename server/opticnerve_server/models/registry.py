@@ -31,6 +31,7 @@ TOWERS = {
     "glm4v_moe": "glm4v:Glm4vTower",
     "ernie4_5_vl_moe": "ernie4_5_vl:Ernie45VLTower",
     "gemma4": "gemma4:Gemma4Tower",
+    "gemma3": "gemma3:Gemma3Tower",
 }
 """Tower class by architecture, which is config.json's `model_type`."""
 
@@ -46,6 +47,7 @@ CLASSES = {
     "Glm4vMoeForConditionalGeneration": "glm4v_moe",
     "Ernie4_5_VLMoeForConditionalGeneration": "ernie4_5_vl_moe",
     "Gemma4ForConditionalGeneration": "gemma4",
+    "Gemma3ForConditionalGeneration": "gemma3",
 }
 """Architecture by the class name in config.json's `architectures`, which wins over `model_type`."""
 
@@ -110,7 +112,7 @@ def open_model(model: str, load_format: str) -> ModelSource:
         processor = PROCESSORS[architecture]
     video_processor = _read_video_processor(directory)
     if video_processor is None and load_format == "dummy":
-        video_processor = VIDEO_PROCESSORS[architecture]
+        video_processor = VIDEO_PROCESSORS.get(architecture)
     return ModelSource(directory.resolve().name, architecture, config, processor, directory, video_processor)
 
 
@@ -185,7 +187,7 @@ def _open_preset(name: str, load_format: str) -> ModelSource:
         )
     config = PRESETS[name]
     architecture = config["model_type"]
-    return ModelSource(name, architecture, config, PROCESSORS[architecture], None, VIDEO_PROCESSORS[architecture])
+    return ModelSource(name, architecture, config, PROCESSORS[architecture], None, VIDEO_PROCESSORS.get(architecture))
 
 
 def _architecture(config: Mapping[str, Any], directory: Path) -> str:
