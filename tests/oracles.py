@@ -155,10 +155,10 @@ def oracle_rows(model: Any, directory: Path, batch: Sequence[Media]) -> torch.Te
 
 def _tile_rows(model: Any, directory: Path, batch: Sequence[Media]) -> torch.Tensor:
     """Rows of items whose frames are their tiles, each normalised by the official processor."""
-    processor = TINY[model.config.model_type].processor.from_pretrained(directory)
+    tiny = TINY[model.config.model_type]
     tiles = [tile for media in batch for tile in media.frames]
-    pixels = processor(tiles, do_resize=False, return_tensors="pt").pixel_values.to(model.dtype)
-    rows: torch.Tensor = model.get_image_features(pixels).pooler_output.flatten(0, 1)
+    pixels = tiny.processor.from_pretrained(directory)(tiles, **tiny.as_is, return_tensors="pt").pixel_values
+    rows: torch.Tensor = model.get_image_features(pixels.to(model.dtype)).pooler_output.flatten(0, 1)
     return rows
 
 

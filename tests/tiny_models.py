@@ -42,6 +42,7 @@ class TinyModel:
     fold: int = 1
     side: int = 0  # pixels of a tile, 0 where an image is a grid
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the processor, instead of those published
+    as_is: Mapping[str, Any] = field(default_factory=lambda: {"do_resize": False})  # how it takes a tile for a tile
 
 
 def qwen2_vl(vision: Vision) -> Any:
@@ -130,7 +131,28 @@ def gemma3(vision: Vision) -> Any:
     return hf.Gemma3ForConditionalGeneration(config)
 
 
+def internvl(vision: Vision) -> Any:
+    """`text_hidden` is the width of the language model, `layer` the one whose output is taken."""
+    tower = {
+        "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48,
+        "image_size": (56, 56), "patch_size": (14, 14), "attention_bias": True, **vision,
+    }  # fmt: skip
+    text = {
+        "model_type": "qwen2", "vocab_size": 64, "hidden_size": tower.pop("text_hidden", 24), "intermediate_size": 32,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+    }  # fmt: skip
+    layer = tower.pop("layer", -1)
+    config = hf.InternVLConfig(
+        text_config=text, vision_config=tower, image_token_id=60, image_seq_length=4, vision_feature_layer=layer
+    )
+    return hf.InternVLForConditionalGeneration(config)
+
+
 QWEN = hf.Qwen2VLImageProcessorPil
+INTERNVL = TinyModel(
+    internvl, hf.GotOcr2ImageProcessorPil, patch=14, temporal=1, side=56,
+    settings={"size": {"height": 56, "width": 56}}, as_is={"do_resize": False, "crop_to_patches": False},
+)  # fmt: skip
 TINY: dict[str, TinyModel] = {
     "qwen2_vl": TinyModel(qwen2_vl, QWEN, patch=14),
     "qwen2_5_vl": TinyModel(qwen2_5_vl, QWEN, patch=14),
@@ -147,6 +169,8 @@ TINY: dict[str, TinyModel] = {
         gemma3, hf.Gemma3ImageProcessorPil, patch=14, merge=4, temporal=1, side=112,
         settings={"size": {"height": 112, "width": 112}},
     ),
+    "internvl": INTERNVL,
+    "internvl_chat": INTERNVL,
 }  # fmt: skip
 
 GRIDS = tuple(name for name, tiny in TINY.items() if not tiny.side)

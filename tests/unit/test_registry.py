@@ -55,6 +55,8 @@ PUBLISHED = {
     "gemma-3-4b": (27, 1152, 4304, 2560, 0),
     "gemma-3-12b": (27, 1152, 4304, 3840, 0),
     "gemma-3-27b": (27, 1152, 4304, 5376, 0),
+    "internvl3-8b": (24, 1024, 4096, 3584, 0),
+    "internvl2.5-38b": (45, 3200, 12800, 5120, 0),
 }
 # architecture: (tokens of the largest item, of 336 x 336 pixels, of 32 x 32), from preprocessor_config.json.
 LIMITS = {
@@ -66,6 +68,7 @@ LIMITS = {
     "ernie4_5_vl_moe": (6177, 144, 4),
     "gemma4": (2240, 256, 256),  # a video of 32 frames
     "gemma3": (1, 256, 256),
+    "internvl": (13, 256, 256),
 }
 
 

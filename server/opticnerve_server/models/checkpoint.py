@@ -67,16 +67,37 @@ _VISION["gemma3"] = {
     "patch_size": 14,
 }
 
-_SETTINGS: dict[str, dict[str, Any]] = {"gemma3": {"mm_tokens_per_image": 4}}
+_VISION["internvl"] = {
+    **_VISION["gemma3"],
+    "image_size": [56, 56],
+    "patch_size": [14, 14],
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "norm_type": "rms_norm",
+}
+_VISION["internvl_chat"] = {**_VISION["gemma3"], "image_size": 56, "qkv_bias": True, "norm_type": "layer_norm"}
+
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "gemma3": {"mm_tokens_per_image": 4},
+    "internvl_chat": {**PROCESSORS["internvl_chat"], "ps_version": "v2", "llm_config": {"hidden_size": 128}},
+}
 """What else config.json says, by architecture."""
 
-_TILES: dict[str, dict[str, Any]] = {"gemma3": {"size": {"height": 112, "width": 112}}}
+_TILES: dict[str, dict[str, Any]] = {
+    "gemma3": {"size": {"height": 112, "width": 112}},
+    "internvl": {"size": {"height": 56, "width": 56}},
+}
 """Changes to the published processors: those of tiles, which would make the small towers slow, are smaller."""
 
 _TEXT = {"hidden_size": 128}
 """The language model's configuration, for the towers whose rows are as wide."""
 
-_BARE = {"qwen2_vl": ("visual.",), "qwen2_5_vl": ("visual.",), "ernie4_5_vl_moe": ("vision_model.",)}
+_BARE = {
+    "qwen2_vl": ("visual.",),
+    "qwen2_5_vl": ("visual.",),
+    "ernie4_5_vl_moe": ("vision_model.",),
+    "internvl_chat": ("vision_model.", "mlp1."),
+}
 """Prefixes that published files do not put "model." before, by architecture."""
 
 _VOCABULARY = 16
@@ -128,5 +149,8 @@ def write_checkpoint(architecture: str, directory: Path, seed: int = 0) -> None:
     stored[language] = tensors.take(language, _VOCABULARY, parsed.out_hidden_size)
     directory.mkdir(parents=True, exist_ok=True)
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
-    for file, content in (("config.json", config), ("preprocessor_config.json", processor)):
+    files = {"config.json": config, "preprocessor_config.json": processor}
+    if architecture in registry.IN_CONFIG:
+        del files["preprocessor_config.json"]
+    for file, content in files.items():
         (directory / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

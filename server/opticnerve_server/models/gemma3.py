@@ -104,9 +104,7 @@ class Block:
         width, eps = config.hidden_size, config.layer_norm_eps
         self.heads, self.backend = config.num_heads, backend
         self.norm1 = LayerNorm.take(source, f"{name}.layer_norm1", width, eps)
-        stored = [Linear.take(source, f"{name}.self_attn.{part}_proj", width, width) for part in "qkv"]
-        biases = [layer.bias for layer in stored if layer.bias is not None]
-        self.qkv = Linear(torch.cat([layer.weight for layer in stored]), torch.cat(biases))
+        self.qkv = Linear.joined(Linear.take(source, f"{name}.self_attn.{part}_proj", width, width) for part in "qkv")
         self.out = Linear.take(source, f"{name}.self_attn.out_proj", width, width)
         self.norm2 = LayerNorm.take(source, f"{name}.layer_norm2", width, eps)
         self.fc1 = Linear.take(source, f"{name}.mlp.fc1", width, config.intermediate_size)

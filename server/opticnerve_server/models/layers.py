@@ -6,7 +6,7 @@ Shapes in names: r rows (patches), n tokens, h heads, d head size. Weights stay 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -30,6 +30,13 @@ class Linear:
     def take(cls, source: TensorSource, name: str, inputs: int, outputs: int, *, bias: bool = True) -> Self:
         weight = source.take(f"{name}.weight", outputs, inputs)
         return cls(weight, source.take(f"{name}.bias", outputs) if bias else None)
+
+    @classmethod
+    def joined(cls, layers: Iterable[Self]) -> Self:
+        """The layer whose outputs are those of `layers`, one behind another; all have biases or none has."""
+        stored = list(layers)
+        biases = [layer.bias for layer in stored if layer.bias is not None]
+        return cls(torch.cat([layer.weight for layer in stored]), torch.cat(biases) if biases else None)
 
     def padded(self, *, inputs: int = 0, outputs: int = 0) -> Self:
         """The same layer with zero weights and biases up to these sizes."""

@@ -64,6 +64,21 @@ PROCESSORS["gemma3"] = {
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
 }
+PROCESSORS["internvl"] = {
+    "image_processor_type": "GotOcr2ImageProcessor",
+    "size": {"height": 448, "width": 448},
+    "crop_to_patches": True,
+    "min_patches": 1,
+    "max_patches": 12,
+    "image_mean": [0.485, 0.456, 0.406],
+    "image_std": [0.229, 0.224, 0.225],
+}
+PROCESSORS["internvl_chat"] = {
+    "dynamic_image_size": True,
+    "use_thumbnail": True,
+    "min_dynamic_patch": 1,
+    "max_dynamic_patch": 12,
+}
 PROCESSORS["qwen2_vl"] = {**PROCESSORS["qwen2_5_vl"], "max_pixels": 1003520}
 for _same in ("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"):
     PROCESSORS[_same] = PROCESSORS["qwen3_vl"]
@@ -179,6 +194,29 @@ _GEMMA3 = {
     "vision_use_head": False,
 }
 
+_INTERNVIT_300M = {
+    "num_hidden_layers": 24,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_attention_heads": 16,
+    "image_size": [448, 448],
+    "patch_size": [14, 14],
+    "attention_bias": True,
+    "use_qk_norm": False,
+    "norm_type": "layer_norm",
+}
+_INTERNVIT_6B = {
+    "num_hidden_layers": 45,
+    "hidden_size": 3200,
+    "intermediate_size": 12800,
+    "num_attention_heads": 25,
+    "image_size": [448, 448],
+    "patch_size": [14, 14],
+    "attention_bias": False,
+    "use_qk_norm": True,
+    "norm_type": "rms_norm",
+}
+
 _ERNIE = {
     "depth": 32,
     "hidden_size": 1280,
@@ -224,5 +262,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gemma-3-4b": _config("gemma3", _GEMMA3, 2560),
     "gemma-3-12b": _config("gemma3", _GEMMA3, 3840),
     "gemma-3-27b": _config("gemma3", _GEMMA3, 5376),
+    "internvl3-8b": _config("internvl", _INTERNVIT_300M, 3584),  # the width of Qwen2.5-7B
+    "internvl2.5-38b": _config("internvl", _INTERNVIT_6B, 5120),  # the width of Qwen2.5-32B
 }
 """config.json by preset name, the vision tower's part alone."""

@@ -32,6 +32,8 @@ TOWERS = {
     "ernie4_5_vl_moe": "ernie4_5_vl:Ernie45VLTower",
     "gemma4": "gemma4:Gemma4Tower",
     "gemma3": "gemma3:Gemma3Tower",
+    "internvl": "internvl:InternVLTower",
+    "internvl_chat": "internvl:InternVLChatTower",
 }
 """Tower class by architecture, which is config.json's `model_type`."""
 
@@ -48,8 +50,13 @@ CLASSES = {
     "Ernie4_5_VLMoeForConditionalGeneration": "ernie4_5_vl_moe",
     "Gemma4ForConditionalGeneration": "gemma4",
     "Gemma3ForConditionalGeneration": "gemma3",
+    "InternVLForConditionalGeneration": "internvl",
+    "InternVLChatModel": "internvl_chat",
 }
 """Architecture by the class name in config.json's `architectures`, which wins over `model_type`."""
+
+IN_CONFIG = {"internvl_chat": ("dynamic_image_size", "use_thumbnail", "min_dynamic_patch", "max_dynamic_patch")}
+"""Keys of config.json that are the settings of the image processor, by the architectures that keep them there."""
 
 ARCHITECTURES = tuple(TOWERS)
 """Every architecture that the server supports."""
@@ -64,7 +71,7 @@ class ModelSource:
     name: str
     architecture: str
     config: dict[str, Any]  # config.json
-    processor: dict[str, Any]  # preprocessor_config.json
+    processor: dict[str, Any]  # preprocessor_config.json, or what config.json has instead
     directory: Path | None
     video_processor: dict[str, Any] | None = None  # video_preprocessor_config.json, if there
 
@@ -102,7 +109,7 @@ def open_model(model: str, load_format: str) -> ModelSource:
         )
     config = _read_json(directory / "config.json")
     architecture = _architecture(config, directory)
-    processor = _read_processor(directory)
+    processor = _read_processor(directory, config, architecture)
     if processor is None:
         if load_format != "dummy":
             raise ModelError(
@@ -203,8 +210,10 @@ def _architecture(config: Mapping[str, Any], directory: Path) -> str:
     )
 
 
-def _read_processor(directory: Path) -> dict[str, Any] | None:
+def _read_processor(directory: Path, config: Mapping[str, Any], architecture: str) -> dict[str, Any] | None:
     """The image processor's settings: nested in the newer file, else the older file; None where neither has them."""
+    if architecture in IN_CONFIG:
+        return {key: config[key] for key in IN_CONFIG[architecture] if key in config}
     newer, older = directory / "processor_config.json", directory / "preprocessor_config.json"
     if newer.is_file():
         nested = _read_json(newer).get("image_processor")
