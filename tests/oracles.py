@@ -6,6 +6,7 @@ oracle sees are normalised and cut into patches by the official image processor.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,8 +31,12 @@ def save_model(architecture: str, directory: Path, *, seed: int = 0, shard: str 
     model = TINY[architecture].build(vision)
     randomise(model, seed)
     model.save_pretrained(directory, max_shard_size=shard)
-    settings = {key: value for key, value in PROCESSORS[architecture].items() if key != "image_processor_type"}
-    TINY[architecture].processor(**{**settings, **TINY[architecture].settings}).save_pretrained(directory)
+    settings = {**PROCESSORS[architecture], **TINY[architecture].settings}
+    if TINY[architecture].processor is None:
+        (directory / "preprocessor_config.json").write_text(json.dumps(settings))
+        return
+    settings.pop("image_processor_type")
+    TINY[architecture].processor(**settings).save_pretrained(directory)
 
 
 def randomise(model: torch.nn.Module, seed: int) -> None:
@@ -135,9 +140,10 @@ def official_patches(architecture: str, directory: Path, media: Media) -> torch.
 @torch.inference_mode()
 def oracle_rows(model: Any, directory: Path, batch: Sequence[Media]) -> torch.Tensor:
     """Rows [tokens, width] of a whole batch by the official tower: main, then the DeepStack levels."""
-    architecture, inner = model.config.model_type, model.model
+    architecture = model.config.model_type
     if TINY[architecture].side:
         return _tile_rows(model, directory, batch)
+    inner = model.model
     if architecture == "gemma4":
         return torch.cat([_gemma4_rows(inner, directory, media) for media in batch])
     tower = inner.vision_tower if architecture == "ernie4_5_vl_moe" else inner.visual
@@ -155,10 +161,21 @@ def oracle_rows(model: Any, directory: Path, batch: Sequence[Media]) -> torch.Te
 
 def _tile_rows(model: Any, directory: Path, batch: Sequence[Media]) -> torch.Tensor:
     """Rows of items whose frames are their tiles, each normalised by the official processor."""
+    if model.config.model_type == "llama4":
+        return _llama4_rows(model, batch)
     tiny = TINY[model.config.model_type]
     tiles = [tile for media in batch for tile in media.frames]
     pixels = tiny.processor.from_pretrained(directory)(tiles, **tiny.as_is, return_tensors="pt").pixel_values
     rows: torch.Tensor = model.get_image_features(pixels.to(model.dtype)).pooler_output.flatten(0, 1)
+    return rows
+
+
+def _llama4_rows(model: Any, batch: Sequence[Media]) -> torch.Tensor:
+    """Tiles are normalised in bfloat16; the tower's own output is that of the adapter."""
+    tiles = torch.from_numpy(np.concatenate([media.frames for media in batch])).permute(0, 3, 1, 2)
+    pixels = (tiles.to(torch.bfloat16) * (1 / 255) - 0.5) / 0.5
+    adapted = model.get_image_features(pixels.to(model.dtype)).last_hidden_state
+    rows: torch.Tensor = model.multi_modal_projector(adapted.flatten(0, 1))
     return rows
 
 

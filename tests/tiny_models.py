@@ -35,7 +35,7 @@ class TinyModel:
     """How to make one: `build` takes changes to the small vision_config. `fold` frames of a video share a token."""
 
     build: Callable[[Vision], Any]
-    processor: Any
+    processor: Any  # None where the official one needs torchvision
     patch: int
     merge: int = 2
     temporal: int = 2
@@ -148,6 +148,23 @@ def internvl(vision: Vision) -> Any:
     return hf.InternVLForConditionalGeneration(config)
 
 
+def llama4(vision: Vision) -> Any:
+    """`text_hidden` is the width of the language model."""
+    tower = {
+        "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "image_size": 56, "patch_size": 14, "projector_input_dim": 20, "projector_output_dim": 20,
+        "vision_output_dim": 20, **vision,
+    }  # fmt: skip
+    text = {
+        "vocab_size": 64, "hidden_size": tower.pop("text_hidden", 24), "intermediate_size": 16,
+        "intermediate_size_mlp": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "head_dim": 12, "num_local_experts": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    return hf.Llama4ForConditionalGeneration(
+        hf.Llama4Config(text_config=text, vision_config=tower, image_token_index=60)
+    )
+
+
 QWEN = hf.Qwen2VLImageProcessorPil
 INTERNVL = TinyModel(
     internvl, hf.GotOcr2ImageProcessorPil, patch=14, temporal=1, side=56,
@@ -171,6 +188,9 @@ TINY: dict[str, TinyModel] = {
     ),
     "internvl": INTERNVL,
     "internvl_chat": INTERNVL,
+    "llama4": TinyModel(
+        llama4, None, patch=14, temporal=1, side=56, settings={"size": {"height": 56, "width": 56}}
+    ),
 }  # fmt: skip
 
 GRIDS = tuple(name for name, tiny in TINY.items() if not tiny.side)

@@ -63,7 +63,7 @@ def assert_consistent(planner: TilePlanner, plan: ItemPlan, tiles: int) -> None:
     assert [span.kind for span in plan.spans] == ["image"] or len(plan.spans) == tiles > 1
 
 
-PUBLISHED = {"gemma-3-4b": (1, 4096, 256), "internvl3-8b": (13, 1025, 256)}
+PUBLISHED = {"gemma-3-4b": (1, 4096, 256), "internvl3-8b": (13, 1025, 256), "llama-4-scout": (17, 577, 144)}
 
 
 @pytest.mark.parametrize("preset", PUBLISHED)
@@ -238,6 +238,11 @@ def test_a_tile_that_fits_nowhere_stays_whole(planner_of: Any) -> None:
         ("internvl", "max_patches", "12"),
         ("internvl", "do_pan_and_scan", True),
         ("internvl_chat", "use_thumbnail", "yes"),
+        ("llama4", "max_patches", 0),
+        ("llama4", "resize_to_max_canvas", "no"),
+        ("llama4", "resample", 3),
+        ("llama4", "size", {"height": 336, "width": 336}),
+        ("llama4", "image_processor_type", "GotOcr2ImageProcessor"),
         ("internvl_chat", "min_dynamic_patch", 13),
     ],
 )

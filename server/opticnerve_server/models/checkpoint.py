@@ -77,6 +77,15 @@ _VISION["internvl"] = {
 }
 _VISION["internvl_chat"] = {**_VISION["gemma3"], "image_size": 56, "qkv_bias": True, "norm_type": "layer_norm"}
 
+_VISION["llama4"] = {
+    **_VISION["gemma3"],
+    "image_size": 56,
+    "intermediate_size": 384,
+    "vision_output_dim": 80,
+    "projector_input_dim": 80,
+    "projector_output_dim": 80,
+}
+
 _SETTINGS: dict[str, dict[str, Any]] = {
     "gemma3": {"mm_tokens_per_image": 4},
     "internvl_chat": {**PROCESSORS["internvl_chat"], "ps_version": "v2", "llm_config": {"hidden_size": 128}},
@@ -86,6 +95,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 _TILES: dict[str, dict[str, Any]] = {
     "gemma3": {"size": {"height": 112, "width": 112}},
     "internvl": {"size": {"height": 56, "width": 56}},
+    "llama4": {"size": {"height": 56, "width": 56}},
 }
 """Changes to the published processors: those of tiles, which would make the small towers slow, are smaller."""
 
@@ -97,6 +107,7 @@ _BARE = {
     "qwen2_5_vl": ("visual.",),
     "ernie4_5_vl_moe": ("vision_model.",),
     "internvl_chat": ("vision_model.", "mlp1."),
+    "llama4": ("vision_model.", "multi_modal_projector."),
 }
 """Prefixes that published files do not put "model." before, by architecture."""
 

@@ -266,16 +266,15 @@ class InternVLTower(TileTower):
 
     def forward(self, path: str, buffers: Mapping[str, torch.Tensor], capacity: Capacity) -> torch.Tensor:
         """See `base.Tower.forward`: [units x 256, out_hidden_size]."""
-        tiles, merge = capacity.units, self.planner.merge
+        tiles = capacity.units
         patches = self.patch_embed(self.tile_patches(buffers["pixels"], self.dtype))
         patches = patches.view(tiles, -1, patches.shape[1]) + self.positions
         x = torch.cat([self.class_row.expand(tiles, -1, -1), patches], dim=1).flatten(0, 1)
         segments = Segments(buffers["cu_tiles"], self.planner.paths[path].rows_per_unit)
         for block in self.blocks:
             x = block(x, segments)
-        side, width = self.planner.grid_side // merge, x.shape[1]
-        cells = x.view(tiles, -1, width)[:, 1:].reshape(tiles, side, merge, side, merge, width).transpose(2, 3)
-        return self.fc2(F.gelu(self.fc1(self.out_norm(cells.reshape(tiles * side**2, -1)))))
+        cells = self.shuffled(x.view(tiles, -1, x.shape[1])[:, 1:])
+        return self.fc2(F.gelu(self.fc1(self.out_norm(cells))))
 
 
 class InternVLChatTower(InternVLTower):

@@ -79,6 +79,15 @@ PROCESSORS["internvl_chat"] = {
     "min_dynamic_patch": 1,
     "max_dynamic_patch": 12,
 }
+PROCESSORS["llama4"] = {
+    "image_processor_type": "Llama4ImageProcessorFast",
+    "size": {"height": 336, "width": 336},
+    "resample": 2,
+    "max_patches": 16,
+    "resize_to_max_canvas": False,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
 PROCESSORS["qwen2_vl"] = {**PROCESSORS["qwen2_5_vl"], "max_pixels": 1003520}
 for _same in ("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"):
     PROCESSORS[_same] = PROCESSORS["qwen3_vl"]
@@ -217,6 +226,20 @@ _INTERNVIT_6B = {
     "norm_type": "rms_norm",
 }
 
+_LLAMA4 = {
+    "num_hidden_layers": 34,
+    "hidden_size": 1408,
+    "intermediate_size": 5632,
+    "num_attention_heads": 16,
+    "image_size": 336,
+    "patch_size": 14,
+    "vision_output_dim": 4096,
+    "projector_input_dim": 4096,
+    "projector_output_dim": 4096,
+    "pixel_shuffle_ratio": 0.5,
+    "rope_theta": 10000,
+}
+
 _ERNIE = {
     "depth": 32,
     "hidden_size": 1280,
@@ -263,6 +286,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gemma-3-12b": _config("gemma3", _GEMMA3, 3840),
     "gemma-3-27b": _config("gemma3", _GEMMA3, 5376),
     "internvl3-8b": _config("internvl", _INTERNVIT_300M, 3584),  # the width of Qwen2.5-7B
+    "llama-4-scout": _config("llama4", _LLAMA4, 5120),
+    "llama-4-maverick": _config("llama4", _LLAMA4, 5120),
     "internvl2.5-38b": _config("internvl", _INTERNVIT_6B, 5120),  # the width of Qwen2.5-32B
 }
 """config.json by preset name, the vision tower's part alone."""

@@ -34,6 +34,7 @@ TOWERS = {
     "gemma3": "gemma3:Gemma3Tower",
     "internvl": "internvl:InternVLTower",
     "internvl_chat": "internvl:InternVLChatTower",
+    "llama4": "llama4:Llama4Tower",
 }
 """Tower class by architecture, which is config.json's `model_type`."""
 
@@ -52,6 +53,7 @@ CLASSES = {
     "Gemma3ForConditionalGeneration": "gemma3",
     "InternVLForConditionalGeneration": "internvl",
     "InternVLChatModel": "internvl_chat",
+    "Llama4ForConditionalGeneration": "llama4",
 }
 """Architecture by the class name in config.json's `architectures`, which wins over `model_type`."""
 

@@ -67,17 +67,27 @@ class TilePatches:
     def __call__(self, pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Of `pixels` uint8 [tiles x side x side x 3] the patches [tiles x patches, patch x patch x 3] in raster order.
 
-        (x - 255 mean) / (255 std) in float32, the arithmetic of the torchvision-backed processors, then `dtype`.
+        In their own dtype until they are normalised, then `dtype`.
         """
         g, p = self.grid_side, self.patch
         ordered = pixels.view(-1, g, p, g, p, 3).transpose(2, 3)
-        return ((ordered.float() - self.mean) / self.std).to(dtype).reshape(-1, p * p * 3)
+        return self.normalised(ordered).to(dtype).reshape(-1, p * p * 3)
+
+    def normalised(self, pixels: torch.Tensor) -> torch.Tensor:
+        """(x - 255 mean) / (255 std) in float32, the arithmetic of the torchvision-backed processors."""
+        return (pixels.float() - self.mean) / self.std
 
 
-def patch_linear(source: TensorSource, name: str, config: TileConfig, *, bias: bool = True) -> Linear:
-    """The convolution whose stride is its kernel, as a linear layer over what TilePatches returns."""
+def patch_linear(
+    source: TensorSource, name: str, config: TileConfig, *, bias: bool = True, flat: bool = False
+) -> Linear:
+    """The convolution whose stride is its kernel, as a linear layer over what TilePatches returns.
+
+    `flat` if the file has it as a linear layer [width, 3 x patch x patch].
+    """
     width, patch = config.hidden_size, config.patch_size
-    weight = source.take(f"{name}.weight", width, 3, patch, patch).permute(0, 2, 3, 1)
+    shape = (3 * patch**2,) if flat else (3, patch, patch)
+    weight = source.take(f"{name}.weight", width, *shape).view(width, 3, patch, patch).permute(0, 2, 3, 1)
     return Linear(weight.reshape(width, -1).contiguous(), source.take(f"{name}.bias", width) if bias else None)
 
 
@@ -87,12 +97,13 @@ class TileTower(ABC):
     prefixes: ClassVar[Mapping[str, str]]
     """See `weights.open_tensors`."""
     constant_rows: torch.Tensor | None = None
+    patches_class: ClassVar[type[TilePatches]] = TilePatches
 
     def __init__(self, planner: TilePlanner, source: TensorSource) -> None:
         self.planner = planner
         self.device = source.device
         self.dtype = source.dtype
-        self.tile_patches = TilePatches(planner, source.device)
+        self.tile_patches = self.patches_class(planner, source.device)
 
     @classmethod
     @abstractmethod
@@ -107,6 +118,13 @@ class TileTower(ABC):
     @abstractmethod
     def forward(self, path: str, buffers: Mapping[str, torch.Tensor], capacity: Capacity) -> torch.Tensor:
         """See `base.Tower.forward`; tokens_per_unit lines a unit."""
+
+    def shuffled(self, x: torch.Tensor) -> torch.Tensor:
+        """Of patches [tiles, patches, width] the tokens [tiles x tokens, merge x merge x width], both in raster order:
+        the patches of a token side by side, as pixel shuffle has them.
+        """
+        side, merge, width = self.planner.grid_side // self.planner.merge, self.planner.merge, x.shape[2]
+        return x.reshape(-1, side, merge, side, merge, width).transpose(2, 3).reshape(-1, merge * merge * width)
 
     def buffers(self, path: str, capacity: Capacity) -> dict[str, BufferSpec]:
         """See `base.Tower.buffers`."""

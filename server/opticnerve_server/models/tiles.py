@@ -33,6 +33,7 @@ class View:
     width: int
     rows: int = 1
     columns: int = 1
+    resized: tuple[int, int] | None = None  # height and width in the upper left of the tiles, None: all of them
     overview: bool = False  # it shows the whole image beside tiles of it
 
 
@@ -162,14 +163,23 @@ class TilePlanner:
         for view in self.rule(*media.shape[:2]):
             end = begin + view.rows * view.columns
             seen = media[view.top : view.top + view.height, view.left : view.left + view.width]
-            if end - begin == 1:
-                self.resize(seen, tiles[begin])
-            else:
-                whole = np.empty((view.rows * side, view.columns * side, 3), np.uint8)
-                self.resize(seen, whole)
+            size = (view.rows * side, view.columns * side, 3)
+            whole = tiles[begin] if end - begin == 1 else np.empty(size, np.uint8)
+            self._lay(seen, view, whole)
+            if end - begin > 1:
                 cut = whole.reshape(view.rows, side, view.columns, side, 3).swapaxes(1, 2)
                 tiles[begin:end] = cut.reshape(-1, side, side, 3)
             begin = end
+
+    def _lay(self, seen: npt.NDArray[np.uint8], view: View, canvas: npt.NDArray[np.uint8]) -> None:
+        """What a view sees, resized onto its canvas; zeros where it does not reach."""
+        if view.resized in (None, canvas.shape[:2]):
+            self.resize(seen, canvas)
+            return
+        picture = np.empty((*view.resized, 3), np.uint8)
+        self.resize(seen, picture)
+        canvas[...] = 0
+        canvas[: picture.shape[0], : picture.shape[1]] = picture
 
     def plan_patches(self, kind: str, grid: tuple[int, int, int], shape: tuple[int, ...]) -> ItemPlan:
         """See `base.Planner.plan_patches`."""
