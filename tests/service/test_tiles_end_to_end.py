@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 import opticnerve
-from opticnerve_server.models.base import ImageItem
+from opticnerve_server.models.base import ImageItem, VideoItem
 from oracles import Media, load_model, oracle_rows, save_model
 from running_server import Official, running
 from tiny_models import TILES
@@ -60,8 +60,20 @@ def test_rows_equal_transformers(served: Official) -> None:
         assert {dispatch.budget for dispatch in embedding.dispatches} <= {1, 3, 8}
 
 
-def test_a_video_is_refused_with_what_helps(served: Official) -> None:
-    frames = opticnerve.Frames([np.zeros((40, 40, 3), np.uint8)] * 4, 2.0)
+def test_videos_are_a_tile_a_frame_or_refused_with_what_helps(served: Official) -> None:
+    planner = load_tower(served.directory).planner
+    shape = (10, planner.side, planner.side, 3)
+    pictures = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    frames = opticnerve.Frames(list(pictures), 2.0)
+    if "video" in planner.modalities:
+        with opticnerve.Client(served.server.address, timeout=120) as client:
+            (embedding,) = client.encode([frames], dtype="float32")
+        media = Media(planner.plan(VideoItem(10, 2.0, *shape[1:3])), pictures)
+        expected = oracle_rows(load_model(served.directory), served.directory, [media]).numpy()
+        assert np.linalg.norm(embedding.main - expected) <= 1e-5 * np.linalg.norm(expected)
+        assert [span.timestamp for span in embedding.plan.spans] == [i / 2 for i in range(10)]
+        assert len(embedding.dispatches) == 2  # a part of 8 tiles, then the rest
+        return
     with (
         opticnerve.Client(served.server.address, timeout=120) as client,
         pytest.raises(opticnerve.ServerError, match="takes no videos: send their frames as images"),

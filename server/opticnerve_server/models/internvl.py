@@ -17,10 +17,12 @@ import torch.nn.functional as F
 
 from ..attention.base import AttentionBackend
 from ..types import Capacity, Layout
+from .clip import OneTileEach, SampledClips
 from .config import ModelError, read_grid_config
 from .layers import LayerNorm, Linear, RMSNorm, Segments
 from .processor import PLAIN, ProcessorClass, ProcessorError, read_channels, read_settings, require
 from .resize import pillow_bicubic, torch_bicubic
+from .sampling import FrameSampler, SamplingSettings, internvl_chat
 from .tile_tower import TileConfig, TileTower, patch_linear
 from .tiles import TilePlanner, View
 from .weights import TensorSource
@@ -38,6 +40,14 @@ PROCESSOR = ProcessorClass(
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Of the authors' format, which has them in its code."""
+
+AUTHORS_SAMPLER = FrameSampler(
+    rule=internvl_chat,
+    settings=SamplingSettings(temporal_patch=1),
+    overrides=frozenset({"num_frames"}),
+    enabled=False,
+)
+"""The authors' code has a number of frames for an argument; without one, all are taken."""
 
 TILING = {"dynamic_image_size": False, "use_thumbnail": False, "min_dynamic_patch": 1, "max_dynamic_patch": 6}
 """Settings of tiling in config.json of the authors' format, with the defaults of InternVLChatConfig."""
@@ -323,6 +333,7 @@ class InternVLChatTower(InternVLTower):
             mean=IMAGENET_MEAN,
             std=IMAGENET_STD,
             extra_rows=1,
+            clips=SampledClips(sample=AUTHORS_SAMPLER, resize=OneTileEach(config.image_size), temporal_patch=1),
         )
 
 

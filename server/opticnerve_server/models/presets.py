@@ -107,6 +107,12 @@ VIDEO_PROCESSORS: dict[str, dict[str, Any]] = {
     "glm46v": {"video_processor_type": "Glm46VVideoProcessor"},
     "ernie4_5_vl_moe": {"video_processor_type": "Ernie4_5_VLMoeVideoProcessor"},
     "gemma4": {"video_processor_type": "Gemma4VideoProcessor"},
+    "internvl": {
+        "video_processor_type": "InternVLVideoProcessor",
+        "size": {"height": 448, "width": 448},
+        "image_mean": [0.485, 0.456, 0.406],
+        "image_std": [0.229, 0.224, 0.225],
+    },
 }
 """The published video processors by architecture; one that is not here takes no videos."""
 for _same, _as in (

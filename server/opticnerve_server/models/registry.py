@@ -60,6 +60,9 @@ CLASSES = {
 IN_CONFIG = {"internvl_chat": ("dynamic_image_size", "use_thumbnail", "min_dynamic_patch", "max_dynamic_patch")}
 """Keys of config.json that are the settings of the image processor, by the architectures that keep them there."""
 
+NO_VIDEO_FILE = ("gemma3", "internvl_chat", "llama4")
+"""Architectures whose planners know without a file how they see videos, or that they do not."""
+
 ARCHITECTURES = tuple(TOWERS)
 """Every architecture that the server supports."""
 
@@ -174,14 +177,18 @@ def _with_clips(planner: Planner, source: ModelSource) -> Planner:
     from .clip import ClipRule, NoClips
     from .grid import GridPlanner
     from .processor import ProcessorError
-    from .video_processor import read_clips
+    from .tiles import TilePlanner
+    from .video_processor import read_clips, read_tile_clips
 
-    if not isinstance(planner, GridPlanner):
+    if not isinstance(planner, GridPlanner | TilePlanner) or source.architecture in NO_VIDEO_FILE:
         return planner
     clips: ClipRule = NoClips(f"{source.name} has no video_preprocessor_config.json: send images")
     if source.video_processor is not None:
         try:
-            clips = read_clips(source.video_processor, planner, source.directory)
+            if isinstance(planner, TilePlanner):
+                clips = read_tile_clips(source.video_processor, planner)
+            else:
+                clips = read_clips(source.video_processor, planner, source.directory)
         except ProcessorError as error:
             clips = NoClips(f"the video processor of {source.name}: {error}; send images")
     return dataclasses.replace(planner, clips=clips)

@@ -17,10 +17,14 @@ import numpy.typing as npt
 
 from ..types import ItemPlan, Layout, PathPlan, Span
 from .base import ImageItem, PathSpec, PlanError, VideoItem
+from .clip import ClipRule, NoClips, clip_plan
 from .resize import Resize
 
 PATH = "default"
 """Name of the one path of these towers."""
+
+
+NO_VIDEOS = NoClips("this model takes no videos: send their frames as images")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +82,7 @@ class TilePlanner:
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     extra_rows: int = 0
+    clips: ClipRule = NO_VIDEOS
     paths: dict[str, PathSpec] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -99,12 +104,12 @@ class TilePlanner:
     @property
     def modalities(self) -> tuple[str, ...]:
         """See `base.Planner.modalities`."""
-        return ("image",)
+        return ("image",) if isinstance(self.clips, NoClips) else ("image", "video")
 
     def plan(self, item: ImageItem | VideoItem) -> ItemPlan:
         """See `base.Planner.plan`. Size and grid are those of the first view after its resize."""
         if isinstance(item, VideoItem):
-            raise PlanError("this model takes no videos: send their frames as images")
+            return self._plan_video(item)
         if min(item.height, item.width) < 1:
             raise PlanError(
                 f"the image is {item.height} x {item.width} pixels (height x width): both sides must be at least 1; "
@@ -126,6 +131,11 @@ class TilePlanner:
             spans=spans,
         )
 
+    def _plan_video(self, item: VideoItem) -> ItemPlan:
+        """A tile a frame."""
+        plan = clip_plan(self.clips(item), path=PATH, patch=self.patch, merge=self.merge)
+        return msgspec.structs.replace(plan, paths={PATH: self._tiles(plan.grid[0])})
+
     def _tiles(self, count: int) -> PathPlan:
         return PathPlan(
             units=count,
@@ -146,8 +156,10 @@ class TilePlanner:
 
     def _part(self, plan: ItemPlan, first: int, end: int) -> ItemPlan:
         """The part of an item from tile `first` up to `end`; each has a span of its own."""
+        groups = end - first if plan.kind == "video" else 1
         return msgspec.structs.replace(
             plan,
+            grid=(groups, *plan.grid[1:]),
             tokens=(end - first) * self.paths[PATH].tokens_per_unit,
             paths={PATH: self._tiles(end - first)},
             spans=plan.spans[first:end],
@@ -156,10 +168,17 @@ class TilePlanner:
     def fill_pixels(
         self, media: npt.NDArray[np.uint8] | Iterable[npt.NDArray[np.uint8]], plan: ItemPlan, out: npt.NDArray[np.uint8]
     ) -> None:
-        """See `base.Planner.fill_pixels`; arrays may be read-only."""
-        assert isinstance(media, np.ndarray)
-        side = self.side
-        tiles, begin = out.reshape(-1, side, side, 3, copy=False), 0
+        """See `base.Planner.fill_pixels`; arrays may be read-only. Raises ValueError for another number of frames."""
+        tiles = out.reshape(-1, self.side, self.side, 3, copy=False)
+        if plan.kind == "video":
+            for frame, tile in zip(self.clips.prepare(media, plan), tiles, strict=True):
+                self.resize(frame, tile)
+        else:
+            assert isinstance(media, np.ndarray)
+            self._fill_still(media, tiles)
+
+    def _fill_still(self, media: npt.NDArray[np.uint8], tiles: npt.NDArray[np.uint8]) -> None:
+        side, begin = self.side, 0
         for view in self.rule(*media.shape[:2]):
             end = begin + view.rows * view.columns
             seen = media[view.top : view.top + view.height, view.left : view.left + view.width]
