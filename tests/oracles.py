@@ -28,7 +28,9 @@ transformers.utils.logging.disable_progress_bar()
 
 def save_model(architecture: str, directory: Path, *, seed: int = 0, shard: str = "1GB", **vision: Any) -> None:
     """Save a random model with its image processor; `vision` overrides the tower's small configuration."""
-    model = TINY[architecture].build(vision)
+    build = TINY[architecture].build
+    assert build is not None
+    model = build(vision)
     randomise(model, seed)
     model.save_pretrained(directory, max_shard_size=shard)
     settings = {**PROCESSORS[architecture], **TINY[architecture].settings}

@@ -34,7 +34,7 @@ Vision = dict[str, Any]
 class TinyModel:
     """How to make one: `build` takes changes to the small vision_config. `fold` frames of a video share a token."""
 
-    build: Callable[[Vision], Any]
+    build: Callable[[Vision], Any] | None  # None where transformers has parts of it alone
     processor: Any  # None where the official one needs torchvision
     patch: int
     merge: int = 2
@@ -188,6 +188,7 @@ TINY: dict[str, TinyModel] = {
     ),
     "internvl": INTERNVL,
     "internvl_chat": INTERNVL,
+    "kimi_vl": TinyModel(None, None, patch=14, temporal=1),
     "llama4": TinyModel(
         llama4, None, patch=14, temporal=1, side=56, settings={"size": {"height": 56, "width": 56}}
     ),

@@ -77,6 +77,14 @@ _VISION["internvl"] = {
 }
 _VISION["internvl_chat"] = {**_VISION["gemma3"], "image_size": 56, "qkv_bias": True, "norm_type": "layer_norm"}
 
+_VISION["kimi_vl"] = {
+    "num_hidden_layers": 3,
+    "hidden_size": 96,
+    "intermediate_size": 200,
+    "num_attention_heads": 4,
+    "init_pos_emb_height": 16,
+    "init_pos_emb_width": 16,
+}
 _VISION["llama4"] = {
     **_VISION["gemma3"],
     "image_size": 56,
@@ -108,6 +116,7 @@ _BARE = {
     "ernie4_5_vl_moe": ("vision_model.",),
     "internvl_chat": ("vision_model.", "mlp1."),
     "llama4": ("vision_model.", "multi_modal_projector."),
+    "kimi_vl": ("vision_tower.", "multi_modal_projector."),
 }
 """Prefixes that published files do not put "model." before, by architecture."""
 

@@ -21,7 +21,7 @@ from .base import ImageItem, PathSpec, PlanError, VideoItem
 from .clip import NO_CLIPS, Clip, ClipRule, NoClips, clip_plan
 from .patches import PatchFormat
 from .processor import QWEN2_VL, ProcessorClass, read_processor
-from .resize import torch_bicubic
+from .resize import Resize, torch_bicubic
 
 PATH = "default"
 """Name of the one path of these towers."""
@@ -135,7 +135,8 @@ class GridPlanner:
     `patch` and `merge` are sides in pixels and in patches; `mean` and `std` are of values scaled to 0..1, in RGB order.
     `fold` temporal groups of a video share their tokens, a token being as many units. `max_clip_units` is of the
     largest video, where that is larger than the largest image; `takes_patches` means that patches of the official
-    processor are in PatchFormat. Raises ValueError when a number makes no sense.
+    processor are in PatchFormat. `lay` brings an image or a frame to the size that `resize` says. Raises ValueError
+    when a number makes no sense.
     """
 
     architecture: str
@@ -151,6 +152,7 @@ class GridPlanner:
     max_clip_units: int = 0
     clips: ClipRule = NO_CLIPS
     takes_patches: bool = True
+    lay: Resize = torch_bicubic
     paths: dict[str, PathSpec] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -264,17 +266,16 @@ class GridPlanner:
     ) -> None:
         """See `base.Planner.fill_pixels`; arrays may be read-only. A video's frames lie one behind another.
 
-        Bit-equal to torchvision's antialiased bicubic resize of uint8. An image that has its size already is copied as
-        it is, as there. Raises ValueError for another number of frames than planned.
+        Bit-equal to the official resize. Raises ValueError for another number of frames than planned.
         """
         targets = out.reshape(-1, plan.height, plan.width, 3, copy=False)
         if plan.kind == "video":
             for frame, target in zip(self.clips.prepare(media, plan), targets, strict=True):
-                torch_bicubic(frame, target)
+                self.lay(frame, target)
         else:
             assert isinstance(media, np.ndarray)
             (target,) = targets
-            torch_bicubic(media, target)
+            self.lay(media, target)
 
     def plan_patches(self, kind: str, grid: tuple[int, int, int], shape: tuple[int, ...]) -> ItemPlan:
         """See `base.Planner.plan_patches`."""

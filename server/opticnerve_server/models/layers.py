@@ -190,15 +190,23 @@ class PatchGather:
 class PatchEmbed:
     """From packed uint8 images to embedded patches [rows, width], by a convolution whose stride is its kernel.
 
-    `flat` if the file has it as a linear layer [width, 3 x temporal_patch x patch x patch] over the same order.
+    `flat` if the file has it as a linear layer [width, 3 x temporal_patch x patch x patch] over the same order, not
+    `frames` if as a convolution over stills.
     """
 
     def __init__(
-        self, source: TensorSource, planner: GridPlanner, width: int, *, bias: bool, flat: bool = False
+        self,
+        source: TensorSource,
+        planner: GridPlanner,
+        width: int,
+        *,
+        bias: bool,
+        flat: bool = False,
+        frames: bool = True,
     ) -> None:
         self.gather = PatchGather(planner.patch, source.device)
         kernel = (3, planner.temporal_patch, planner.patch, planner.patch)
-        shape = (math.prod(kernel),) if flat else kernel
+        shape: tuple[int, ...] = (math.prod(kernel),) if flat else kernel if frames else (3, *kernel[2:])
         weight = source.take("patch_embed.proj.weight", width, *shape).view(width, *kernel)
         # Stored as (channel, frame, row, column); gathered as (frame, row, column, channel).
         ordered = weight.permute(0, 2, 3, 4, 1).reshape(width, -1).contiguous()

@@ -88,6 +88,15 @@ PROCESSORS["llama4"] = {
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
 }
+PROCESSORS["kimi_vl"] = {
+    "image_processor_type": "KimiVLImageProcessor",
+    "patch_size": 14,
+    "merge_kernel_size": [2, 2],
+    "in_token_limit": 4096,
+    "pad_input": True,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
 PROCESSORS["qwen2_vl"] = {**PROCESSORS["qwen2_5_vl"], "max_pixels": 1003520}
 for _same in ("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"):
     PROCESSORS[_same] = PROCESSORS["qwen3_vl"]
@@ -292,6 +301,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gemma-3-12b": _config("gemma3", _GEMMA3, 3840),
     "gemma-3-27b": _config("gemma3", _GEMMA3, 5376),
     "internvl3-8b": _config("internvl", _INTERNVIT_300M, 3584),  # the width of Qwen2.5-7B
+    "kimi-vl-a3b": _config("kimi_vl", {}, 2048),  # the sizes of MoonViT, its class defaults
     "llama-4-scout": _config("llama4", _LLAMA4, 5120),
     "llama-4-maverick": _config("llama4", _LLAMA4, 5120),
     "internvl2.5-38b": _config("internvl", _INTERNVIT_6B, 5120),  # the width of Qwen2.5-32B

@@ -35,6 +35,7 @@ TOWERS = {
     "internvl": "internvl:InternVLTower",
     "internvl_chat": "internvl:InternVLChatTower",
     "llama4": "llama4:Llama4Tower",
+    "kimi_vl": "kimi_vl:KimiVLTower",
 }
 """Tower class by architecture, which is config.json's `model_type`."""
 
@@ -54,13 +55,14 @@ CLASSES = {
     "InternVLForConditionalGeneration": "internvl",
     "InternVLChatModel": "internvl_chat",
     "Llama4ForConditionalGeneration": "llama4",
+    "KimiVLForConditionalGeneration": "kimi_vl",
 }
 """Architecture by the class name in config.json's `architectures`, which wins over `model_type`."""
 
 IN_CONFIG = {"internvl_chat": ("dynamic_image_size", "use_thumbnail", "min_dynamic_patch", "max_dynamic_patch")}
 """Keys of config.json that are the settings of the image processor, by the architectures that keep them there."""
 
-NO_VIDEO_FILE = ("gemma3", "internvl_chat", "llama4")
+NO_VIDEO_FILE = ("gemma3", "internvl_chat", "kimi_vl", "llama4")
 """Architectures whose planners know without a file how they see videos, or that they do not."""
 
 ARCHITECTURES = tuple(TOWERS)
