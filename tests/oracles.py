@@ -6,6 +6,7 @@ oracle sees are normalised and cut into patches by the official image processor.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import numpy.typing as npt
 import torch
 import transformers
 
+from opticnerve_server.models.base import ImageItem
 from opticnerve_server.models.presets import PROCESSORS
 from opticnerve_server.types import ItemPlan, PathPlan
 from tiny_models import TINY
@@ -26,10 +28,16 @@ transformers.utils.logging.disable_progress_bar()
 
 def save_model(architecture: str, directory: Path, *, seed: int = 0, shard: str = "1GB", **vision: Any) -> None:
     """Save a random model with its image processor; `vision` overrides the tower's small configuration."""
-    model = TINY[architecture].build(vision)
+    build = TINY[architecture].build
+    assert build is not None
+    model = build(vision)
     randomise(model, seed)
     model.save_pretrained(directory, max_shard_size=shard)
-    settings = {key: value for key, value in PROCESSORS[architecture].items() if key != "image_processor_type"}
+    settings = {**PROCESSORS[architecture], **TINY[architecture].settings}
+    if TINY[architecture].processor is None:
+        (directory / "preprocessor_config.json").write_text(json.dumps(settings))
+        return
+    settings.pop("image_processor_type")
     TINY[architecture].processor(**settings).save_pretrained(directory)
 
 
@@ -104,6 +112,15 @@ def media_for(architecture: str, t: int, h: int, w: int, *, seed: int, odd: bool
     return random_media(t, h, w, **sizes, seed=seed, odd=odd)
 
 
+def tiled_media(planner: Any, height: int, width: int, *, seed: int) -> Media:
+    """Noise of a size, as the tiles that a planner makes of it: frames [tiles, side, side, 3]."""
+    image = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    plan = planner.plan(ImageItem(height, width))
+    tiles = np.empty(plan.pixel_bytes, np.uint8)
+    planner.fill_pixels(image, plan, tiles)
+    return Media(plan, tiles.reshape(-1, planner.side, planner.side, 3))
+
+
 def official_patches(architecture: str, directory: Path, media: Media) -> torch.Tensor:
     """`pixel_values` float32 [rows, 3 x temporal_patch x patch x patch] by the official processor.
 
@@ -125,7 +142,10 @@ def official_patches(architecture: str, directory: Path, media: Media) -> torch.
 @torch.inference_mode()
 def oracle_rows(model: Any, directory: Path, batch: Sequence[Media]) -> torch.Tensor:
     """Rows [tokens, width] of a whole batch by the official tower: main, then the DeepStack levels."""
-    architecture, inner = model.config.model_type, model.model
+    architecture = model.config.model_type
+    if TINY[architecture].side:
+        return _tile_rows(model, directory, batch)
+    inner = model.model
     if architecture == "gemma4":
         return torch.cat([_gemma4_rows(inner, directory, media) for media in batch])
     tower = inner.vision_tower if architecture == "ernie4_5_vl_moe" else inner.visual
@@ -139,6 +159,26 @@ def oracle_rows(model: Any, directory: Path, batch: Sequence[Media]) -> torch.Te
         grid[:, 0] = 1
     output = tower(pixels, grid_thw=grid)
     return torch.cat([output.pooler_output, *getattr(output, "deepstack_features", [])], dim=-1)
+
+
+def _tile_rows(model: Any, directory: Path, batch: Sequence[Media]) -> torch.Tensor:
+    """Rows of items whose frames are their tiles, each normalised by the official processor."""
+    if model.config.model_type == "llama4":
+        return _llama4_rows(model, batch)
+    tiny = TINY[model.config.model_type]
+    tiles = [tile for media in batch for tile in media.frames]
+    pixels = tiny.processor.from_pretrained(directory)(tiles, **tiny.as_is, return_tensors="pt").pixel_values
+    rows: torch.Tensor = model.get_image_features(pixels.to(model.dtype)).pooler_output.flatten(0, 1)
+    return rows
+
+
+def _llama4_rows(model: Any, batch: Sequence[Media]) -> torch.Tensor:
+    """Tiles are normalised in bfloat16; the tower's own output is that of the adapter."""
+    tiles = torch.from_numpy(np.concatenate([media.frames for media in batch])).permute(0, 3, 1, 2)
+    pixels = (tiles.to(torch.bfloat16) * (1 / 255) - 0.5) / 0.5
+    adapted = model.get_image_features(pixels.to(model.dtype)).last_hidden_state
+    rows: torch.Tensor = model.multi_modal_projector(adapted.flatten(0, 1))
+    return rows
 
 
 def _gemma4_rows(inner: Any, directory: Path, media: Media) -> torch.Tensor:

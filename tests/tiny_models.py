@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import transformers as hf
@@ -34,12 +34,15 @@ Vision = dict[str, Any]
 class TinyModel:
     """How to make one: `build` takes changes to the small vision_config. `fold` frames of a video share a token."""
 
-    build: Callable[[Vision], Any]
-    processor: Any
+    build: Callable[[Vision], Any] | None  # None where transformers has parts of it alone
+    processor: Any  # None where the official one needs torchvision
     patch: int
     merge: int = 2
     temporal: int = 2
     fold: int = 1
+    side: int = 0  # pixels of a tile, 0 where an image is a grid
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the processor, instead of those published
+    as_is: Mapping[str, Any] = field(default_factory=lambda: {"do_resize": False})  # how it takes a tile for a tile
 
 
 def qwen2_vl(vision: Vision) -> Any:
@@ -112,7 +115,61 @@ def gemma4(vision: Vision) -> Any:
     return hf.Gemma4ForConditionalGeneration(config)
 
 
+def gemma3(vision: Vision) -> Any:
+    """`tokens` are those of an image, `text_hidden` is the width of the language model."""
+    tower = {
+        "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "image_size": 112, "patch_size": 14, "vision_use_head": False, **vision,
+    }  # fmt: skip
+    text = {
+        "vocab_size": 64, "hidden_size": tower.pop("text_hidden", 24), "intermediate_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "sliding_window": 16,
+    }  # fmt: skip
+    marks = {"boi_token_index": 58, "eoi_token_index": 59, "image_token_index": 60}
+    tokens = tower.pop("tokens", 4)
+    config = hf.Gemma3Config(text_config=text, vision_config=tower, mm_tokens_per_image=tokens, **marks)
+    return hf.Gemma3ForConditionalGeneration(config)
+
+
+def internvl(vision: Vision) -> Any:
+    """`text_hidden` is the width of the language model, `layer` the one whose output is taken."""
+    tower = {
+        "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48,
+        "image_size": (56, 56), "patch_size": (14, 14), "attention_bias": True, **vision,
+    }  # fmt: skip
+    text = {
+        "model_type": "qwen2", "vocab_size": 64, "hidden_size": tower.pop("text_hidden", 24), "intermediate_size": 32,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+    }  # fmt: skip
+    layer = tower.pop("layer", -1)
+    config = hf.InternVLConfig(
+        text_config=text, vision_config=tower, image_token_id=60, image_seq_length=4, vision_feature_layer=layer
+    )
+    return hf.InternVLForConditionalGeneration(config)
+
+
+def llama4(vision: Vision) -> Any:
+    """`text_hidden` is the width of the language model."""
+    tower = {
+        "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "image_size": 56, "patch_size": 14, "projector_input_dim": 20, "projector_output_dim": 20,
+        "vision_output_dim": 20, **vision,
+    }  # fmt: skip
+    text = {
+        "vocab_size": 64, "hidden_size": tower.pop("text_hidden", 24), "intermediate_size": 16,
+        "intermediate_size_mlp": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "head_dim": 12, "num_local_experts": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    return hf.Llama4ForConditionalGeneration(
+        hf.Llama4Config(text_config=text, vision_config=tower, image_token_index=60)
+    )
+
+
 QWEN = hf.Qwen2VLImageProcessorPil
+INTERNVL = TinyModel(
+    internvl, hf.GotOcr2ImageProcessorPil, patch=14, temporal=1, side=56,
+    settings={"size": {"height": 56, "width": 56}}, as_is={"do_resize": False, "crop_to_patches": False},
+)  # fmt: skip
 TINY: dict[str, TinyModel] = {
     "qwen2_vl": TinyModel(qwen2_vl, QWEN, patch=14),
     "qwen2_5_vl": TinyModel(qwen2_5_vl, QWEN, patch=14),
@@ -125,4 +182,18 @@ TINY: dict[str, TinyModel] = {
     "glm4v_moe": TinyModel(lambda vision: glm4v(vision, kind="glm4v_moe"), hf.Glm4vImageProcessorPil, patch=14),
     "ernie4_5_vl_moe": TinyModel(ernie4_5_vl, hf.Ernie4_5_VLMoeImageProcessorPil, patch=14, temporal=1, fold=2),
     "gemma4": TinyModel(gemma4, hf.Gemma4ImageProcessorPil, patch=16, merge=3, temporal=1),
-}
+    "gemma3": TinyModel(
+        gemma3, hf.Gemma3ImageProcessorPil, patch=14, merge=4, temporal=1, side=112,
+        settings={"size": {"height": 112, "width": 112}},
+    ),
+    "internvl": INTERNVL,
+    "internvl_chat": INTERNVL,
+    "kimi_vl": TinyModel(None, None, patch=14, temporal=1),
+    "llama4": TinyModel(
+        llama4, None, patch=14, temporal=1, side=56, settings={"size": {"height": 56, "width": 56}}
+    ),
+}  # fmt: skip
+
+GRIDS = tuple(name for name, tiny in TINY.items() if not tiny.side)
+TILES = tuple(name for name, tiny in TINY.items() if tiny.side)
+"""Architectures whose images are one grid of patches of their own size, and those whose images are square tiles."""

@@ -207,7 +207,7 @@ class Config:
     token_budgets: str = setting(
         _token_budgets,
         _GRAPHS,
-        'Units of the graphs to capture: "512,1024", or "global=272,544 local=100,200".',
+        'Tokens of the graphs to capture: "512,1024", or "global=272,544 local=100,200".',
         "automatic, from the model's smallest and largest item.",
         "LIST",
         default="",
@@ -215,7 +215,7 @@ class Config:
     max_token_budget: int | Literal["auto"] | None = setting(
         or_word("auto", "auto", _optional_count),
         _GRAPHS,
-        "Largest automatic budget in units; none: the largest item of the model.",
+        "Largest automatic budget in tokens; none: the largest item of the model.",
         f"{GPU_TOKEN_CAP} on a GPU, where larger batches gain little from graphs; "
         f"{CPU_TOKEN_CAP} on a CPU, where the self-test of more takes minutes.",
         "N",

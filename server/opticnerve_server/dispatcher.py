@@ -103,7 +103,10 @@ class Dispatcher:
         self._slots = slots
         self._streams = Streams(tower.device)
         self._on_computed, self._on_finished = on_computed, on_finished
-        rows = max((c.units for planned in capacities.values() for c in planned), default=0)
+        rows = sum(
+            tower.planner.paths[path].tokens_per_unit * max((c.units for c in planned), default=0)
+            for path, planned in capacities.items()
+        )
         # Pixels of all paths land together, whatever path a batch fills.
         pixel_bytes = sum(
             max((tower.buffers(path, c)[PIXELS].nbytes for c in planned), default=0)

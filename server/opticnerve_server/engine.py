@@ -172,8 +172,11 @@ class Engine:
 
     def _dispatcher(self, loaded: Loaded) -> Dispatcher:
         tower, graphs = loaded.tower.tower, loaded.graphs
+        self._tokens_per_unit = {path: spec.tokens_per_unit for path, spec in tower.planner.paths.items()}
         self._batch_tokens = metrics.batch_tokens_histogram(
-            capacity.units for capacities in loaded.capacities.values() for capacity in capacities
+            capacity.units * self._tokens_per_unit[path]
+            for path, capacities in loaded.capacities.items()
+            for capacity in capacities
         )
         bounds = {path: graphs.paths[path].capacities or planned for path, planned in loaded.capacities.items()}
         self.batcher = Batcher(self.ledger, tower.planner, bounds)
@@ -252,7 +255,7 @@ class Engine:
                     ),
                 )
         self.counts.add(finished)
-        self._batch_tokens.observe(max(run.load.units for run in finished.runs))
+        self._batch_tokens.observe(max(run.load.units * self._tokens_per_unit[run.path] for run in finished.runs))
 
     def _fail(self, part: Part, failure: Failure) -> None:
         """End the item of a part that comes back from the device, or was to go there, without rows."""

@@ -57,8 +57,11 @@ def budget_levels(lowest: int, highest: int, cap: int | None) -> list[int]:
 
 
 def unit_levels(highest: int, cap: int | None) -> list[int]:
-    """The automatic budgets of a path whose items take a fixed number of units: exact for 1 to 16, then as above."""
-    top = highest if cap is None else min(highest, cap)
+    """The automatic budgets of a path whose units are tiles: exact for 1 to 16, then as above.
+
+    16 or `highest`, the units of the largest item, is the largest, unless `cap` is smaller.
+    """
+    top = max(16, highest) if cap is None else min(max(16, highest), cap)
     exact = [n for n in range(1, 17) if n <= top]
     return exact if top <= 16 else [*exact, *[n for n in budget_levels(16, top, None) if n > 16]]
 
@@ -77,29 +80,41 @@ def plan_capacities(
     automatic budgets on all paths, None is the tower's own maximum. `max_items` defaults to the largest budget // the
     path's `min_units`: one explicit budget holds as many items as it would among automatic ones. With
     `launches_by_segments` each budget has two classes, few long segments and many short ones; otherwise one class holds
-    any segments. Raises ValueError for budgets of a path that the tower does not have.
+    any segments. On a path whose unit is several tokens, `cap` and `explicit`, which are in tokens, come down to whole
+    units. Raises ValueError for budgets of a path that the tower does not have, and for those below one unit.
     """
     unknown = sorted(set(explicit) - set(paths) - {""})
     if unknown:
         raise ValueError(f"token budgets name the path {unknown[0]}; this model has {', '.join(paths)}")
     planned = {}
     for name, spec in paths.items():
+        most = None if cap is None else _units(name, spec, cap, "max_token_budget")
         if spec.fixed_units:
-            automatic = unit_levels(spec.max_units, cap)
+            automatic = unit_levels(spec.max_units, most)
         else:
-            automatic = budget_levels(min(spec.min_units, cap or spec.min_units), spec.max_units, cap)
-        budgets = sorted(explicit.get(name) or explicit.get("") or automatic)
+            automatic = budget_levels(min(spec.min_units, most or spec.min_units), spec.max_units, most)
+        given = explicit.get(name) or explicit.get("") or ()
+        budgets = sorted({_units(name, spec, tokens, "a token budget") for tokens in given} or automatic)
         items = max_items or max(1, budgets[-1] // spec.min_units)
         planned[name] = [
-            capacity
-            for units in budgets
-            for capacity in _classes(units, min(items, units), spec.rows_per_unit, launches_by_segments)
+            capacity for units in budgets for capacity in _classes(units, min(items, units), spec, launches_by_segments)
         ]
     return planned
 
 
-def _classes(units: int, items: int, rows_per_unit: int, launches_by_segments: bool) -> list[Capacity]:
-    rows = units * rows_per_unit
+def _units(path: str, spec: PathSpec, tokens: int, what: str) -> int:
+    """The whole units of so many tokens. Raises ValueError if that is none."""
+    if tokens < spec.tokens_per_unit:
+        raise ValueError(
+            f"{what} is {tokens}, but path {path} runs whole tiles of {spec.tokens_per_unit} tokens: use at least that"
+        )
+    return tokens // spec.tokens_per_unit
+
+
+def _classes(units: int, items: int, spec: PathSpec, launches_by_segments: bool) -> list[Capacity]:
+    if spec.fixed_units:  # a segment is a unit, no more and no less: one class is tight
+        return [Capacity(units, items, segments=units, longest=spec.rows_per_unit)]
+    rows = units * spec.rows_per_unit
     if not launches_by_segments:
         return [Capacity(units, items, segments=units, longest=rows)]
     few = Capacity(units, min(items, FEW_SEGMENTS), segments=min(units, FEW_SEGMENTS), longest=rows)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from opticnerve_server.models.glm4v import interpolation
+from opticnerve_server.models.table import interpolation
 from oracles import Media, load_model, media_for, oracle_rows, save_model
 from towers import assert_close, assert_items_independent, assert_padding_harmless, load_tower, run_tower
 

@@ -1,4 +1,4 @@
-"""Every architecture through the graph manager, on the recorder that stands for CUDA where there is none."""
+"""Every architecture of grids through the graph manager, on the recorder that stands for CUDA where there is none."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ import pytest
 import torch
 
 from opticnerve_server.graphs import GraphManager, plan_capacities
-from opticnerve_server.models import registry
 from opticnerve_server.models.base import PIXELS, ImageItem
 from opticnerve_server.models.checkpoint import write_checkpoint
 from opticnerve_server.selftest import POISON, self_test
 from opticnerve_server.types import Capacity, Load
 from oracles import Media, media_for
-from tiny_models import TINY
+from tiny_models import GRIDS, TINY
 from towers import PATH, assert_close, load_tower, run_tower
 
 BUDGETS = (96, 300, 512)
 
 
-@pytest.fixture(params=registry.ARCHITECTURES)
+@pytest.fixture(params=GRIDS)
 def architecture(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -1,6 +1,7 @@
 """Budgets and capacities, the choice of a graph, capture and self-test on the recorder of a machine without CUDA."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +60,28 @@ def test_padding_between_levels_stays_below_a_fifth() -> None:
 def test_fixed_units_are_exact_up_to_16() -> None:
     assert unit_levels(100, None)[:17] == [*range(1, 17), 20]
     assert unit_levels(100, 5) == [1, 2, 3, 4, 5]
+
+
+def test_fixed_units_go_to_16_even_where_an_item_is_one() -> None:
+    assert unit_levels(1, None) == [*range(1, 17)]
+    assert unit_levels(17, None) == [*range(1, 18)]
+    assert unit_levels(1, 4) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("launches_by_segments", [False, True])
+def test_budgets_and_caps_in_tokens_come_down_to_whole_tiles(launches_by_segments: bool) -> None:
+    paths = {"tiles": PathSpec(1, 13, 1025, fixed_units=True, tokens_per_unit=256)}
+    options: dict[str, Any] = {"max_items": None, "launches_by_segments": launches_by_segments}
+    planned = plan_capacities(paths, explicit={}, cap=1024, **options)["tiles"]
+    assert planned == [Capacity(n, n, n, 1025) for n in (1, 2, 3, 4)]
+    assert plan_capacities(paths, explicit={}, cap=1279, **options)["tiles"] == planned
+    assert len(plan_capacities(paths, explicit={}, cap=5120, **options)["tiles"]) == 16
+    explicit = plan_capacities(paths, explicit={"tiles": (300, 256, 1024)}, cap=None, **options)["tiles"]
+    assert [capacity.units for capacity in explicit] == [1, 4]
+    bad: dict[str, Any]
+    for bad in ({"explicit": {"": (255,)}, "cap": None}, {"explicit": {}, "cap": 255}):
+        with pytest.raises(ValueError, match="is 255, but path tiles runs whole tiles of 256 tokens: use at least"):
+            plan_capacities(paths, **bad, **options)
 
 
 def test_explicit_budgets_replace_automatic_ones_by_path() -> None:

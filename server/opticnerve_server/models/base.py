@@ -50,7 +50,8 @@ class PathSpec:
     min_units: int  # smallest automatic budget
     max_units: int  # units of the largest item the model's own processor allows
     rows_per_unit: int
-    fixed_units: bool = False  # items take a fixed number of units: exact budgets for 1 to 16 of them
+    fixed_units: bool = False  # a unit is a tile, one segment of its own: exact budgets for 1 to 16 of them
+    tokens_per_unit: int = 1  # what budgets and caps, which users give in tokens, are divided by
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,10 +58,66 @@ _VISION["gemma4"] = {
 _VISION["qwen3_vl_moe"] = _VISION["qwen3_vl"]
 _VISION["qwen3_5"] = _VISION["qwen3_5_moe"] = {**_VISION["qwen3_vl"], "deepstack_visual_indexes": []}
 
+_VISION["gemma3"] = {
+    "num_hidden_layers": 3,
+    "hidden_size": 96,
+    "intermediate_size": 200,
+    "num_attention_heads": 4,
+    "image_size": 112,
+    "patch_size": 14,
+}
+
+_VISION["internvl"] = {
+    **_VISION["gemma3"],
+    "image_size": [56, 56],
+    "patch_size": [14, 14],
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "norm_type": "rms_norm",
+}
+_VISION["internvl_chat"] = {**_VISION["gemma3"], "image_size": 56, "qkv_bias": True, "norm_type": "layer_norm"}
+
+_VISION["kimi_vl"] = {
+    "num_hidden_layers": 3,
+    "hidden_size": 96,
+    "intermediate_size": 200,
+    "num_attention_heads": 4,
+    "init_pos_emb_height": 16,
+    "init_pos_emb_width": 16,
+}
+_VISION["llama4"] = {
+    **_VISION["gemma3"],
+    "image_size": 56,
+    "intermediate_size": 384,
+    "vision_output_dim": 80,
+    "projector_input_dim": 80,
+    "projector_output_dim": 80,
+}
+
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "gemma3": {"mm_tokens_per_image": 4},
+    "internvl_chat": {**PROCESSORS["internvl_chat"], "ps_version": "v2", "llm_config": {"hidden_size": 128}},
+}
+"""What else config.json says, by architecture."""
+
+_TILES: dict[str, dict[str, Any]] = {
+    "gemma3": {"size": {"height": 112, "width": 112}},
+    "internvl": {"size": {"height": 56, "width": 56}},
+    "llama4": {"size": {"height": 56, "width": 56}},
+}
+"""Changes to the published processors: those of tiles, which would make the small towers slow, are smaller."""
+
 _TEXT = {"hidden_size": 128}
 """The language model's configuration, for the towers whose rows are as wide."""
 
-_BARE = {"qwen2_vl": ("visual.",), "qwen2_5_vl": ("visual.",), "ernie4_5_vl_moe": ("vision_model.",)}
+_BARE = {
+    "qwen2_vl": ("visual.",),
+    "qwen2_5_vl": ("visual.",),
+    "ernie4_5_vl_moe": ("vision_model.",),
+    "internvl_chat": ("vision_model.", "mlp1."),
+    "llama4": ("vision_model.", "multi_modal_projector."),
+    "kimi_vl": ("vision_tower.", "multi_modal_projector."),
+}
 """Prefixes that published files do not put "model." before, by architecture."""
 
 _VOCABULARY = 16
@@ -83,8 +139,8 @@ def write_checkpoint(architecture: str, directory: Path, seed: int = 0) -> None:
     """Write config.json, the files of the two processors and model.safetensors into `directory`, which is made.
 
     Weights are bfloat16 random numbers of `seed`, the tower small but with every branch of its family, the pixel limits
-    those published. A tensor of a language model is there too, as in a real checkpoint. No font is: ERNIE's videos,
-    onto which its own is written, need that beside the files.
+    those published; tiles are small too. A tensor of a language model is there, as in a real checkpoint. No font is:
+    ERNIE's videos, onto which its own is written, need that beside the files.
 
     Raises ModelError for an unknown architecture and for a directory that holds anything, OSError where it cannot be
     written.
@@ -100,8 +156,10 @@ def write_checkpoint(architecture: str, directory: Path, seed: int = 0) -> None:
         "model_type": architecture,
         "vision_config": _VISION[architecture],
         "text_config": _TEXT,
+        **_SETTINGS.get(architecture, {}),
     }
-    source = registry.ModelSource(directory.name, architecture, config, PROCESSORS[architecture], directory)
+    processor = {**PROCESSORS[architecture], **_TILES.get(architecture, {})}
+    source = registry.ModelSource(directory.name, architecture, config, processor, directory)
     tensors = _Recorder(seed)
     backend, _ = attention.resolve("sdpa", tensors.device, tensors.dtype, head_dim=0)
     tower_class = registry.tower_class(architecture)
@@ -116,9 +174,10 @@ def write_checkpoint(architecture: str, directory: Path, seed: int = 0) -> None:
     stored[language] = tensors.take(language, _VOCABULARY, parsed.out_hidden_size)
     # Not save_file, whose files only their owner may read.
     (directory / "model.safetensors").write_bytes(save(stored, metadata={"format": "pt"}))
-    for file, content in (
-        ("config.json", config),
-        ("preprocessor_config.json", PROCESSORS[architecture]),
-        ("video_preprocessor_config.json", VIDEO_PROCESSORS[architecture]),
-    ):
+    files = {"config.json": config, "preprocessor_config.json": processor}
+    if architecture in registry.IN_CONFIG:
+        del files["preprocessor_config.json"]
+    if architecture in VIDEO_PROCESSORS:
+        files["video_preprocessor_config.json"] = {**VIDEO_PROCESSORS[architecture], **_TILES.get(architecture, {})}
+    for file, content in files.items():
         (directory / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

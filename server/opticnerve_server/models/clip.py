@@ -65,6 +65,16 @@ class WholeClip:
         return self.rule(height, width, frames)
 
 
+@dataclass(frozen=True, slots=True)
+class OneTileEach:
+    """Every frame is resized to a square, whatever its aspect."""
+
+    side: int
+
+    def __call__(self, frames: int, height: int, width: int) -> tuple[int, int]:
+        return self.side, self.side
+
+
 class ClipRule(Protocol):
     """How a model sees videos: built from its settings alone, thread-safe."""
 

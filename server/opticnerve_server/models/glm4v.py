@@ -9,19 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
 from ..attention.base import AttentionBackend
 from ..types import Capacity
-from .base import BufferSpec
 from .config import GridConfig, ModelError
 from .grid import ClipResize, GridPlanner
 from .grid_tower import Frame, GridTower
 from .layers import LayerNorm, Linear, PatchEmbed, RMSNorm, Rope, Segments, SelfAttention
 from .processor import COMMON, ProcessorClass
+from .table import TablePositions
 from .weights import TensorSource
 
 PROCESSOR = ProcessorClass(
@@ -134,62 +132,28 @@ class Glm4vTower(GridTower):
     ) -> None:
         """Take all weights from `source`. Raises ModelError for a missing or misshapen one."""
         super().__init__(planner, source)
-        self.row_buffers = {
-            **self.row_buffers,
-            "taps": BufferSpec((2, 4), "int32"),
-            "weights": BufferSpec((2, 4), "float32"),
-        }
         width, eps = config.hidden_size, config.rms_norm_eps
-        self.table_side = config.table_side
         self.patch_embed = PatchEmbed(source, planner, width, bias=True)
         self.patch_norm = RMSNorm.take(source, "post_conv_layernorm", width, eps)
-        table = source.take("embeddings.position_embedding.weight", self.table_side**2, width)
-        self.position_table = table.float()  # interpolated in float32, from values of the tower's dtype
+        side = config.table_side
+        self.positions = TablePositions(source.take("embeddings.position_embedding.weight", side**2, width), side)
+        self.row_buffers = {**self.row_buffers, **self.positions.row_buffers}
         self.rope = Rope(config.head_dim, config.rope_theta, source.device)
         self.blocks = [Block.take(source, f"blocks.{i}", config, backend) for i in range(config.depth)]
         self.norm = RMSNorm.take(source, "post_layernorm", width, eps)
         self.merger = Merger(source, config)
 
     def frame(self, h: int, w: int) -> Frame:
-        """See `GridTower.frame`; adds where each patch lies in the position table, along rows and along columns."""
+        """See `GridTower.frame`; adds where each patch lies in the position table."""
         frame = super().frame(h, w)
-        row, column = frame.rows["position"].T
-        along = [interpolation(h, self.table_side)[row], interpolation(w, self.table_side)[column]]
-        taps, weights = (np.stack([axis[name] for axis in along], axis=1) for name in ("tap", "weight"))
-        return replace(frame, rows={**frame.rows, "taps": taps, "weights": weights})
+        return replace(frame, rows={**frame.rows, **self.positions.rows(h, w, frame.rows["position"])})
 
     def forward(self, path: str, buffers: Mapping[str, torch.Tensor], capacity: Capacity) -> torch.Tensor:
         """See `base.Tower.forward`: [units, out_hidden_size]."""
         x = self.patch_norm(self.patch_embed(buffers))
-        x = x + self._positions(buffers["taps"], buffers["weights"]).to(x.dtype)
+        x = x + self.positions(buffers).to(x.dtype)
         turns = self.rope.turns(buffers["position"])
         segments = Segments(buffers["cu_frames"], capacity.longest)
         for block in self.blocks:
             x = block(x, turns, segments)
         return self.merger(self.norm(x))
-
-    def _positions(self, taps: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Position embeddings, float32 [rows, width]: 16 rows of the table each, 4 along either side."""
-        cells = (taps[:, 0, :, None] * self.table_side + taps[:, 1, None, :]).flatten(1)
-        products = (weights[:, 0, :, None] * weights[:, 1, None, :]).flatten(1)
-        return F.embedding_bag(cells, self.position_table, mode="sum", per_sample_weights=products)
-
-
-INTERPOLATION = np.dtype([("tap", np.int32, 4), ("weight", np.float32, 4)])
-
-
-def interpolation(size: int, side: int) -> npt.NDArray[np.void]:
-    """Where `size` patches lie along a table of `side` entries: INTERPOLATION [size], cubic, pixel centres aligned.
-
-    Keys' kernel with a = -0.75, as in torch; taps beyond the table are those at its edge.
-    """
-    exact = (np.arange(size) + 0.5) * side / size - 0.5
-    low = np.floor(exact)
-    distance = np.abs(exact - low + np.array([1, 0, -1, -2])[:, None])  # of the taps low - 1, ..., low + 2
-    a = -0.75
-    near = ((a + 2) * distance - (a + 3)) * distance**2 + 1
-    far = ((a * distance - 5 * a) * distance + 8 * a) * distance - 4 * a
-    found = np.empty(size, INTERPOLATION)
-    found["tap"] = np.clip(low[:, None] + np.arange(-1, 3), 0, side - 1)
-    found["weight"] = np.where(distance <= 1, near, far).T
-    return found

@@ -21,6 +21,7 @@ from .base import ImageItem, PathSpec, PlanError, VideoItem
 from .clip import NO_CLIPS, Clip, ClipRule, NoClips, clip_plan
 from .patches import PatchFormat, PositionedFormat
 from .processor import QWEN2_VL, ProcessorClass, read_processor
+from .resize import Resize, torch_bicubic
 
 PATH = "default"
 """Name of the one path of these towers."""
@@ -133,8 +134,10 @@ class GridPlanner:
 
     `patch` and `merge` are sides in pixels and in patches; `mean` and `std` are of values scaled to 0..1, in RGB order.
     `fold` temporal groups of a video share their tokens, a token being as many units. `max_clip_units` is of the
-    largest video, where that is larger than the largest image. `positions` are the columns and rows that a tower has
-    whose official patches are in PositionedFormat, 0 for PatchFormat. Raises ValueError when a number makes no sense.
+    largest video, where that is larger than the largest image. `lay` brings an image or a frame to the size that
+    `resize` says. `takes_patches` means that patches of the official processor are taken; `positions` are the columns
+    and rows that a tower has where they come in PositionedFormat, 0 for PatchFormat. Raises ValueError when a number
+    makes no sense.
     """
 
     architecture: str
@@ -149,7 +152,9 @@ class GridPlanner:
     min_units: int = 64
     max_clip_units: int = 0
     clips: ClipRule = NO_CLIPS
+    takes_patches: bool = True
     positions: int = 0
+    lay: Resize = torch_bicubic
     paths: dict[str, PathSpec] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -263,20 +268,21 @@ class GridPlanner:
     ) -> None:
         """See `base.Planner.fill_pixels`; arrays may be read-only. A video's frames lie one behind another.
 
-        Bit-equal to torchvision's antialiased bicubic resize of uint8. An image that has its size already is copied as
-        it is, as there. Raises ValueError for another number of frames than planned.
+        Bit-equal to the official resize. Raises ValueError for another number of frames than planned.
         """
         targets = out.reshape(-1, plan.height, plan.width, 3, copy=False)
         if plan.kind == "video":
             for frame, target in zip(self.clips.prepare(media, plan), targets, strict=True):
-                self._resize_into(frame, target)
+                self.lay(frame, target)
         else:
             assert isinstance(media, np.ndarray)
             (target,) = targets
-            self._resize_into(media, target)
+            self.lay(media, target)
 
     def plan_patches(self, kind: str, grid: tuple[int, int, int], shape: tuple[int, ...]) -> ItemPlan:
         """See `base.Planner.plan_patches`."""
+        if not self.takes_patches:
+            raise PlanError(f"patches of {self.architecture} are not taken: send the image or video itself")
         self._patch_format.check(kind, grid, shape)
         t, height, width = grid[0], grid[1] * self.patch, grid[2] * self.patch
         if kind == "image":
@@ -307,19 +313,3 @@ class GridPlanner:
             mean=self.mean,
             std=self.std,
         )
-
-    def _resize_into(self, media: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8]) -> None:
-        if media.shape == target.shape:
-            np.copyto(target, media)
-            return
-        # A front-end binds its port before it can afford the seconds of this import.
-        import torch
-        from torch.utils.dlpack import from_dlpack
-
-        # DLPack takes read-only memory without a copy or a warning. Views of HWC memory are also the fastest layout.
-        source_1chw = from_dlpack(media).permute(2, 0, 1).unsqueeze(0)
-        target_1chw = from_dlpack(target).permute(2, 0, 1).unsqueeze(0)
-        # What `interpolate(mode="bicubic", antialias=True)` runs, in the form that writes where it is told: a third of
-        # its time goes into a result of its own and the copy from there.
-        resize = torch.ops.aten._upsample_bicubic2d_aa.out
-        resize(source_1chw, target.shape[:2], False, None, None, out=target_1chw)

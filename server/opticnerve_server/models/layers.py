@@ -6,7 +6,7 @@ Shapes in names: r rows (patches), n tokens, h heads, d head size. Weights stay 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -30,6 +30,13 @@ class Linear:
     def take(cls, source: TensorSource, name: str, inputs: int, outputs: int, *, bias: bool = True) -> Self:
         weight = source.take(f"{name}.weight", outputs, inputs)
         return cls(weight, source.take(f"{name}.bias", outputs) if bias else None)
+
+    @classmethod
+    def joined(cls, layers: Iterable[Self]) -> Self:
+        """The layer whose outputs are those of `layers`, one behind another; all have biases or none has."""
+        stored = list(layers)
+        biases = [layer.bias for layer in stored if layer.bias is not None]
+        return cls(torch.cat([layer.weight for layer in stored]), torch.cat(biases) if biases else None)
 
     def padded(self, *, inputs: int = 0, outputs: int = 0) -> Self:
         """The same layer with zero weights and biases up to these sizes."""
@@ -183,15 +190,23 @@ class PatchGather:
 class PatchEmbed:
     """From packed uint8 images to embedded patches [rows, width], by a convolution whose stride is its kernel.
 
-    `flat` if the file has it as a linear layer [width, 3 x temporal_patch x patch x patch] over the same order.
+    `flat` if the file has it as a linear layer [width, 3 x temporal_patch x patch x patch] over the same order, not
+    `frames` if as a convolution over stills.
     """
 
     def __init__(
-        self, source: TensorSource, planner: GridPlanner, width: int, *, bias: bool, flat: bool = False
+        self,
+        source: TensorSource,
+        planner: GridPlanner,
+        width: int,
+        *,
+        bias: bool,
+        flat: bool = False,
+        frames: bool = True,
     ) -> None:
         self.gather = PatchGather(planner.patch, source.device)
         kernel = (3, planner.temporal_patch, planner.patch, planner.patch)
-        shape = (math.prod(kernel),) if flat else kernel
+        shape: tuple[int, ...] = (math.prod(kernel),) if flat else kernel if frames else (3, *kernel[2:])
         weight = source.take("patch_embed.proj.weight", width, *shape).view(width, *kernel)
         # Stored as (channel, frame, row, column); gathered as (frame, row, column, channel).
         ordered = weight.permute(0, 2, 3, 4, 1).reshape(width, -1).contiguous()

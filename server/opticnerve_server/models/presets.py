@@ -57,6 +57,46 @@ PROCESSORS["gemma4"] = {
     "pooling_kernel_size": 3,
     "max_soft_tokens": 280,
 }
+PROCESSORS["gemma3"] = {
+    "image_processor_type": "Gemma3ImageProcessor",
+    "size": {"height": 896, "width": 896},
+    "resample": 2,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+PROCESSORS["internvl"] = {
+    "image_processor_type": "GotOcr2ImageProcessor",
+    "size": {"height": 448, "width": 448},
+    "crop_to_patches": True,
+    "min_patches": 1,
+    "max_patches": 12,
+    "image_mean": [0.485, 0.456, 0.406],
+    "image_std": [0.229, 0.224, 0.225],
+}
+PROCESSORS["internvl_chat"] = {
+    "dynamic_image_size": True,
+    "use_thumbnail": True,
+    "min_dynamic_patch": 1,
+    "max_dynamic_patch": 12,
+}
+PROCESSORS["llama4"] = {
+    "image_processor_type": "Llama4ImageProcessorFast",
+    "size": {"height": 336, "width": 336},
+    "resample": 2,
+    "max_patches": 16,
+    "resize_to_max_canvas": False,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+PROCESSORS["kimi_vl"] = {
+    "image_processor_type": "KimiVLImageProcessor",
+    "patch_size": 14,
+    "merge_kernel_size": [2, 2],
+    "in_token_limit": 4096,
+    "pad_input": True,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
 PROCESSORS["qwen2_vl"] = {**PROCESSORS["qwen2_5_vl"], "max_pixels": 1003520}
 for _same in ("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"):
     PROCESSORS[_same] = PROCESSORS["qwen3_vl"]
@@ -76,8 +116,14 @@ VIDEO_PROCESSORS: dict[str, dict[str, Any]] = {
     "glm46v": {"video_processor_type": "Glm46VVideoProcessor"},
     "ernie4_5_vl_moe": {"video_processor_type": "Ernie4_5_VLMoeVideoProcessor"},
     "gemma4": {"video_processor_type": "Gemma4VideoProcessor"},
+    "internvl": {
+        "video_processor_type": "InternVLVideoProcessor",
+        "size": {"height": 448, "width": 448},
+        "image_mean": [0.485, 0.456, 0.406],
+        "image_std": [0.229, 0.224, 0.225],
+    },
 }
-"""The published video processors by architecture."""
+"""The published video processors by architecture; one that is not here takes no videos."""
 for _same, _as in (
     ("qwen2_vl", "qwen2_5_vl"), ("qwen3_vl_moe", "qwen3_vl"), ("qwen3_5", "qwen3_vl"), ("qwen3_5_moe", "qwen3_vl"),
     ("glm4v_moe", "glm4v"),
@@ -160,6 +206,33 @@ def _gemma4(layers: int, hidden: int, intermediate: int, heads: int, head_dim: i
 _GEMMA4_SMALL = _gemma4(16, 768, 3072, 12, 64, small=True)
 _GEMMA4_LARGE = _gemma4(27, 1152, 4304, 16, 72, small=False)
 
+_GEMMA3 = {
+    "num_hidden_layers": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_attention_heads": 16,
+    "image_size": 896,
+    "patch_size": 14,
+    "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6,
+    "vision_use_head": False,
+}
+
+
+_LLAMA4 = {
+    "num_hidden_layers": 34,
+    "hidden_size": 1408,
+    "intermediate_size": 5632,
+    "num_attention_heads": 16,
+    "image_size": 336,
+    "patch_size": 14,
+    "vision_output_dim": 4096,
+    "projector_input_dim": 4096,
+    "projector_output_dim": 4096,
+    "pixel_shuffle_ratio": 0.5,
+    "rope_theta": 10000,
+}
+
 _ERNIE = {
     "depth": 32,
     "hidden_size": 1280,
@@ -202,5 +275,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gemma-4-e4b": _config("gemma4", _GEMMA4_SMALL, 2560),
     "gemma-4-26b-a4b": _config("gemma4", _GEMMA4_LARGE, 2816),
     "gemma-4-31b": _config("gemma4", _GEMMA4_LARGE, 5376),
+    "gemma-3-4b": _config("gemma3", _GEMMA3, 2560),
+    "gemma-3-12b": _config("gemma3", _GEMMA3, 3840),
+    "gemma-3-27b": _config("gemma3", _GEMMA3, 5376),
+    "llama-4-scout": _config("llama4", _LLAMA4, 5120),
+    "llama-4-maverick": _config("llama4", _LLAMA4, 5120),
 }
 """config.json by preset name, the vision tower's part alone."""

@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-BICUBIC = 3
-"""`PIL.Image.Resampling.BICUBIC`, the code that these files use."""
+BILINEAR, BICUBIC = 2, 3
+"""Of `PIL.Image.Resampling`, the codes that these files use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,23 +24,25 @@ class ProcessorClass:
     """Its class defaults: what a key means that is absent or null. Other keys are not its settings."""
     overrides: Mapping[str, str] = field(default_factory=dict)
     """Older names of keys of `size`; where set, they win over it."""
+    resample: int = BICUBIC
+    """The one filter that the family's planner resizes by."""
 
 
 CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 
-COMMON: Mapping[str, object] = {
+PLAIN: Mapping[str, object] = {
     "do_resize": True,
     "do_rescale": True,
     "do_normalize": True,
     "do_convert_rgb": True,
     "resample": BICUBIC,
     "rescale_factor": 1 / 255,
-    "patch_size": 14,
-    "merge_size": 2,
-    "temporal_patch_size": 2,
     "image_mean": CLIP_MEAN,
     "image_std": CLIP_STD,
 }
+"""Defaults that most classes share."""
+
+COMMON: Mapping[str, object] = {**PLAIN, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
 """Defaults that the classes of (t, h, w) grids share."""
 
 QWEN2_VL = ProcessorClass(
@@ -52,7 +54,7 @@ QWEN2_VL = ProcessorClass(
 
 INERT = {
     "auto_map", "data_format", "default_to_square", "device", "disable_grouping", "feature_extractor_type",
-    "input_data_format", "processor_class", "return_tensors", "use_fast",
+    "image_seq_length", "input_data_format", "processor_class", "return_tensors", "use_fast",
 }  # fmt: skip
 """Keys that change neither pixels nor grid."""
 
@@ -106,7 +108,7 @@ def read_settings(processor: Mapping[str, object], kind: ProcessorClass) -> dict
     require(settings, "do_resize", True, "images are always resized to the patch grid")
     require(settings, "do_rescale", True, "pixels are always scaled to 0..1")
     require(settings, "do_convert_rgb", True, "images are always converted to RGB")
-    require(settings, "resample", BICUBIC, "the resize is bicubic")
+    require(settings, "resample", kind.resample, "it is the one filter that this family's images are resized by")
     factor = settings["rescale_factor"]
     if not isinstance(factor, (int, float)) or not math.isclose(factor, 1 / 255, rel_tol=1e-6):
         raise ProcessorError(f"rescale_factor is {factor!r}, must be 1/255: pixels are always scaled to 0..1")

@@ -31,6 +31,11 @@ TOWERS = {
     "glm4v_moe": "glm4v:Glm4vTower",
     "ernie4_5_vl_moe": "ernie4_5_vl:Ernie45VLTower",
     "gemma4": "gemma4:Gemma4Tower",
+    "gemma3": "gemma3:Gemma3Tower",
+    "internvl": "internvl:InternVLTower",
+    "internvl_chat": "internvl:InternVLChatTower",
+    "llama4": "llama4:Llama4Tower",
+    "kimi_vl": "kimi_vl:KimiVLTower",
 }
 """Tower class by architecture, which is config.json's `model_type`."""
 
@@ -46,8 +51,19 @@ CLASSES = {
     "Glm4vMoeForConditionalGeneration": "glm4v_moe",
     "Ernie4_5_VLMoeForConditionalGeneration": "ernie4_5_vl_moe",
     "Gemma4ForConditionalGeneration": "gemma4",
+    "Gemma3ForConditionalGeneration": "gemma3",
+    "InternVLForConditionalGeneration": "internvl",
+    "InternVLChatModel": "internvl_chat",
+    "Llama4ForConditionalGeneration": "llama4",
+    "KimiVLForConditionalGeneration": "kimi_vl",
 }
 """Architecture by the class name in config.json's `architectures`, which wins over `model_type`."""
+
+IN_CONFIG = {"internvl_chat": ("dynamic_image_size", "use_thumbnail", "min_dynamic_patch", "max_dynamic_patch")}
+"""Keys of config.json that are the settings of the image processor, by the architectures that keep them there."""
+
+NO_VIDEO_FILE = ("gemma3", "internvl_chat", "kimi_vl", "llama4")
+"""Architectures whose planners know without a file how they see videos, or that they do not."""
 
 ARCHITECTURES = tuple(TOWERS)
 """Every architecture that the server supports."""
@@ -62,7 +78,7 @@ class ModelSource:
     name: str
     architecture: str
     config: dict[str, Any]  # config.json
-    processor: dict[str, Any]  # preprocessor_config.json
+    processor: dict[str, Any]  # preprocessor_config.json, or what config.json has instead
     directory: Path | None
     video_processor: dict[str, Any] | None = None  # video_preprocessor_config.json, if there
 
@@ -100,7 +116,7 @@ def open_model(model: str, load_format: str) -> ModelSource:
         )
     config = _read_json(directory / "config.json")
     architecture = _architecture(config, directory)
-    processor = _read_processor(directory)
+    processor = _read_processor(directory, config, architecture)
     if processor is None:
         if load_format != "dummy":
             raise ModelError(
@@ -110,7 +126,7 @@ def open_model(model: str, load_format: str) -> ModelSource:
         processor = PROCESSORS[architecture]
     video_processor = _read_video_processor(directory)
     if video_processor is None and load_format == "dummy":
-        video_processor = VIDEO_PROCESSORS[architecture]
+        video_processor = VIDEO_PROCESSORS.get(architecture)
     return ModelSource(directory.resolve().name, architecture, config, processor, directory, video_processor)
 
 
@@ -163,14 +179,18 @@ def _with_clips(planner: Planner, source: ModelSource) -> Planner:
     from .clip import ClipRule, NoClips
     from .grid import GridPlanner
     from .processor import ProcessorError
-    from .video_processor import read_clips
+    from .tiles import TilePlanner
+    from .video_processor import read_clips, read_tile_clips
 
-    if not isinstance(planner, GridPlanner):
+    if not isinstance(planner, GridPlanner | TilePlanner) or source.architecture in NO_VIDEO_FILE:
         return planner
     clips: ClipRule = NoClips(f"{source.name} has no video_preprocessor_config.json: send images")
     if source.video_processor is not None:
         try:
-            clips = read_clips(source.video_processor, planner, source.directory)
+            if isinstance(planner, TilePlanner):
+                clips = read_tile_clips(source.video_processor, planner)
+            else:
+                clips = read_clips(source.video_processor, planner, source.directory)
         except ProcessorError as error:
             clips = NoClips(f"the video processor of {source.name}: {error}; send images")
     return dataclasses.replace(planner, clips=clips)
@@ -185,7 +205,7 @@ def _open_preset(name: str, load_format: str) -> ModelSource:
         )
     config = PRESETS[name]
     architecture = config["model_type"]
-    return ModelSource(name, architecture, config, PROCESSORS[architecture], None, VIDEO_PROCESSORS[architecture])
+    return ModelSource(name, architecture, config, PROCESSORS[architecture], None, VIDEO_PROCESSORS.get(architecture))
 
 
 def _architecture(config: Mapping[str, Any], directory: Path) -> str:
@@ -201,8 +221,10 @@ def _architecture(config: Mapping[str, Any], directory: Path) -> str:
     )
 
 
-def _read_processor(directory: Path) -> dict[str, Any] | None:
+def _read_processor(directory: Path, config: Mapping[str, Any], architecture: str) -> dict[str, Any] | None:
     """The image processor's settings: nested in the newer file, else the older file; None where neither has them."""
+    if architecture in IN_CONFIG:
+        return {key: config[key] for key in IN_CONFIG[architecture] if key in config}
     newer, older = directory / "processor_config.json", directory / "preprocessor_config.json"
     if newer.is_file():
         nested = _read_json(newer).get("image_processor")

@@ -199,17 +199,47 @@ def gemma4(frames: int, fps: float, settings: SamplingSettings) -> list[int]:
     return [i * frames // count for i in range(count)]
 
 
-def _steps(frames: int, count: float) -> list[int]:
-    """Whole parts of 0, step, 2 step, ... below `frames`, for step = frames / count, as torch.arange rounds them.
+def internvl(frames: int, fps: float, settings: SamplingSettings) -> list[int]:
+    """InternVL, transformers' format: the frames in the middle of equal parts."""
+    count = _asked(frames, fps, settings)
+    return _steps(frames, count, start=frames / count / 2) if count else []
+
+
+def internvl_chat(frames: int, fps: float, settings: SamplingSettings) -> list[int]:
+    """InternVL, the authors' format: about the middle of equal parts, as their model cards' code rounds them."""
+    count = _asked(frames, fps, settings)
+    part = (frames - 1) / max(count, 1)
+    taken = [int(part / 2 + round(part * i)) for i in range(count)]
+    if len(set(taken)) < count:
+        raise PlanError(
+            f"the video has {frames} frames, and {count} parts of it would share some: ask for at most {frames // 2}"
+        )
+    return taken
+
+
+def _asked(frames: int, fps: float, settings: SamplingSettings) -> int:
+    """How many frames are to be taken by a number or a rate. Raises PlanError if there are not as many."""
+    count = settings.num_frames
+    if count is None:
+        assert settings.fps is not None
+        count = int(frames / fps * settings.fps)
+    if count > frames:
+        raise PlanError(f"the video has {frames} frames, {count} are to be sampled: send more frames, or ask for fewer")
+    return count
+
+
+def _steps(frames: int, count: float, start: float = 0.0) -> list[int]:
+    """Whole parts of start, start + step, start + 2 step, ... below `frames`, for step = frames / count, as
+    torch.arange rounds them.
 
     It computes float32 in lanes of eight: the first of a lane is rounded before the others are added to it. Lanes go in
     pairs, what is left behind the last pair goes one by one. That decides frames: near a whole number a rounding falls
     on either side. A step that does not come out even may reach `frames` itself, where no frame is.
     """
     step = frames / count
-    i = np.arange(math.ceil(frames / step))
+    i = np.arange(math.ceil((frames - start) / step))
     first = np.where(i < len(i) // 16 * 16, i // 8 * 8, i)
-    values = (first * step).astype(np.float32) + (i - first) * step
+    values = (start + first * step).astype(np.float32) + (i - first) * step
     return [index for value in values.astype(np.float32) if (index := int(value)) < frames]
 
 

@@ -13,12 +13,13 @@ from typing import Any
 
 from . import sampling
 from .base import Sampling
-from .clip import ClipSize, EachFrame, SampledClips, WholeClip
+from .clip import ClipSize, EachFrame, OneTileEach, SampledClips, WholeClip
 from .grid import ClipResize, GridPlanner, StillResize
-from .processor import COMMON, ProcessorClass, ProcessorError, read_channels, read_limits, read_settings, require
+from .processor import COMMON, PLAIN, ProcessorClass, ProcessorError, read_channels, read_limits, read_settings, require
 from .sampling import FrameSampler, SamplingSettings
 from .soft_tokens import SOFT_TOKENS, SoftTokenResize
 from .stamps import TimeStamps
+from .tiles import TilePlanner
 
 QWEN, GLM, ERNIE, GEMMA = "Qwen", "GLM", "ERNIE", "Gemma"
 
@@ -151,6 +152,40 @@ def read_clips(video: Mapping[str, object], planner: GridPlanner, directory: Pat
         centred=architecture in CENTRED,
         seconds_per_grid=architecture in SECONDS_PER_GRID,
         stamps=_stamps(settings, directory) if settings.get("draw_on_frames") else None,
+    )
+
+
+INTERNVL = VideoProcessorClass(
+    family="InternVL",
+    defaults={
+        **PLAIN, **_INERT, "size": {"height": 384, "width": 384}, "fps": None, "num_frames": None,
+        "do_sample_frames": False, "initial_shift": True,
+    },
+    older={},
+    rule=sampling.internvl,
+    follows=frozenset({"fps", "num_frames"}),
+    temporal_patch=1,
+)  # fmt: skip
+
+
+def read_tile_clips(video: Mapping[str, object], planner: TilePlanner) -> SampledClips:
+    """How InternVL in transformers' format sees videos: a tile a frame. Raises ProcessorError."""
+    name = "InternVLVideoProcessor"
+    named = video.get("video_processor_type", name)
+    if named != name:
+        raise ProcessorError(f"video_processor_type is {named!r}, this model's is {name}")
+    # Where there is but one file, it is the image processor's: what is of tiles there has no meaning here.
+    of_images = ("crop_to_patches", "min_patches", "max_patches") if "image_processor_type" in video else ()
+    given = {k: v for k, v in video.items() if not k.endswith("_processor_type") and k not in of_images}
+    settings = read_settings(given, ProcessorClass(types=(name,), defaults=INTERNVL.defaults))
+    size = {"height": planner.side, "width": planner.side}
+    require(settings, "do_normalize", True, "pixels are always normalised")
+    require(settings, "size", size, "it must be that of the tower in config.json")
+    require(settings, "initial_shift", True, "frames are taken from the middle of equal parts")
+    if (read_channels(settings, "image_mean"), read_channels(settings, "image_std")) != (planner.mean, planner.std):
+        raise ProcessorError("image_mean or image_std differ from those of images: the tower has one of each")
+    return SampledClips(
+        sample=_sampler(settings, INTERNVL, temporal_patch=1), resize=OneTileEach(planner.side), temporal_patch=1
     )
 
 
