@@ -87,6 +87,7 @@ def test_every_call_ends_and_probes_are_answered_throughout(server: RunningServe
     probe = spawn("probe", server.health_address)
     load = result_of(spawn("calls", server.address, photograph, CALLS, DEADLINE_S))
     probed = result_of(probe)
+    print(load, probed)
     codes = load["codes"]
     assert sum(codes.values()) == CALLS
     assert set(codes) <= {"OK", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED"}
