@@ -48,6 +48,25 @@ def test_the_self_test_passes(graphs: GraphManager, architecture: str) -> None:
     assert tried == [units for units in BUDGETS if architecture != "gemma4" or units >= 252]  # its images are large
 
 
+@pytest.mark.parametrize("two_classes", [False, True])
+@pytest.mark.parametrize("architecture", ["qwen3_vl", "qwen2_5_vl"])
+def test_every_automatic_budget_passes_the_self_test(architecture: str, two_classes: bool, tmp_path: Path) -> None:
+    """With one class of segments a budget, as on a CPU, and with the two of a GPU."""
+    write_checkpoint(architecture, tmp_path)
+    tower = load_tower(tmp_path)
+    planned = plan_capacities(
+        tower.planner.paths, explicit={}, cap=512, max_items=None, launches_by_segments=two_classes
+    )
+    graphs = GraphManager(tower, planned)
+    tried: list[Capacity] = []
+    with torch.inference_mode():
+        graphs.capture(lambda *_: None, on_failure="fail")
+        self_test(graphs, lambda path, capacity: tried.append(capacity))
+    assert len(tried) == len(planned[PATH])
+    assert set(tried) == set(planned[PATH])
+    assert graphs.paths[PATH].budgets == [64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512]
+
+
 def replay(graphs: GraphManager, batch: list[Media]) -> tuple[Capacity, torch.Tensor]:
     """The rows of a batch by the graph that is chosen for it; whatever the batch leaves open is poisoned."""
     plans = [media.plan for media in batch]
