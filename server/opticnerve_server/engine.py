@@ -279,17 +279,21 @@ class Engine:
                 self._receive(peer)
             if time.monotonic() - last >= 1.0:
                 last = time.monotonic()
-                occupancy = self.ledger.occupancy()
-                metrics.QUEUE_ITEMS.set(occupancy.items)
-                metrics.INFLIGHT_ITEMS.set(self.ledger.on_device)
-                metrics.QUEUE_TOKENS.set(occupancy.tokens)
-                metrics.QUEUE_BYTES.set(occupancy.bytes)
-                self.counts.tell_if_due()
-                stuck = time.monotonic() - self._launched_at
-                if stuck < STUCK_S:
-                    self.peers.tell_supervisor(occupancy)  # which is also the sign of life
-                else:
-                    log.error("a batch does not end", extra={"seconds": round(stuck)})
+                self._report()
+
+    def _report(self) -> None:
+        """What is due every second: gauges, the line of hits, and the sign of life, unless the device gives none."""
+        occupancy = self.ledger.occupancy()
+        metrics.QUEUE_ITEMS.set(occupancy.items)
+        metrics.INFLIGHT_ITEMS.set(self.ledger.on_device)
+        metrics.QUEUE_TOKENS.set(occupancy.tokens)
+        metrics.QUEUE_BYTES.set(occupancy.bytes)
+        self.counts.tell_if_due()
+        stuck = time.monotonic() - self._launched_at
+        if stuck < STUCK_S:
+            self.peers.tell_supervisor(occupancy)
+        else:
+            log.error("a batch does not end", extra={"seconds": round(stuck)})
 
     def _receive(self, frontend: int | None) -> None:
         """Read and act on one message of a front-end, or of the supervisor (None)."""

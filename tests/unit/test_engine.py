@@ -1,0 +1,43 @@
+"""The engine's sign of life follows the device, not the thread that sends it."""
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from opticnerve_server import messages
+from opticnerve_server.config import Config
+from opticnerve_server.engine import STUCK_S, Engine
+from opticnerve_server.messages import Occupancy
+from opticnerve_server.slots import Arena
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Engine, socket.socket]]:
+    """An engine before it has loaded anything, and the supervisor's end of its control socket."""
+    ours, theirs = messages.socket_pair()
+    ours.settimeout(0.2)
+    config = Config(model="none", max_queue_bytes=1 << 20, max_request_bytes=1 << 20)
+    arena_fd = Arena.create(config.max_queue_bytes)
+    yield Engine(config, theirs, arena_fd), ours
+    os.close(arena_fd)
+    ours.close()
+    theirs.close()
+
+
+def test_an_idle_engine_and_one_at_work_are_alive(pair: tuple[Engine, socket.socket]) -> None:
+    engine, supervisor = pair
+    for launched_at in (engine._launched_at, time.monotonic() - STUCK_S / 2):
+        engine._launched_at = launched_at
+        engine._report()
+        assert messages.decode(supervisor.recv(1024)) == Occupancy(0, 0, 0)
+
+
+def test_an_engine_whose_batch_does_not_end_is_silent(pair: tuple[Engine, socket.socket]) -> None:
+    engine, supervisor = pair
+    engine._launched_at = time.monotonic() - STUCK_S - 1
+    engine._report()
+    with pytest.raises(TimeoutError):
+        supervisor.recv(1024)
