@@ -7,7 +7,7 @@ import io
 import socket
 import threading
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from typing import Any
@@ -81,6 +81,7 @@ async def serving(
     ready: bool = True,
     exit_code: int = 0,
     open_model: Callable[[Config], Model] | None = None,
+    channel_options: Sequence[tuple[str, int]] = (),
     **settings: object,
 ) -> AsyncIterator[Harness]:
     """A harness that serves, or with ready=False one that was told nothing yet. At the end every slot is back."""
@@ -99,7 +100,7 @@ async def serving(
         port = await frontend.start("127.0.0.1:0")
         run = asyncio.create_task(frontend.run())
         try:
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", channel_options) as channel:
                 harness = Harness(engine, frontend, control, run, channel)
                 if ready:
                     harness.tell(READY, PhaseChange(Phase.READY))
