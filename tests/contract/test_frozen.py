@@ -53,6 +53,7 @@ SETTINGS = {
 COMMANDS = {
     "serve": {"--config", "--print-config", "--no-graphs"},
     "check": {"--config", "--json", "--no-graphs"},
+    "soak": {"--config", "--no-graphs", "--calls", "--minutes", "--concurrency", "--seed"},
     "make-checkpoint": {"--arch", "--out", "--seed"},
 }
 """The flags of each command beside those of the settings."""
