@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -41,6 +41,10 @@ Notice = tuple[int, ToFrontend]
 
 NOWHERE = Slot(0, 0, 0)
 
+TENANT_ALPHA = 4
+"""A tenant may hold this many times what is free of a resource: alone 4/5 of it, two that flood 4/9 each, and always
+something is left for one that comes now (dynamic thresholds, Choudhury and Hahne, 1998)."""
+
 ORPHANED = "the caller that was to encode it is gone: send the media themselves"
 
 
@@ -51,6 +55,7 @@ class Claim:
     frontend: int
     call: int
     index: int
+    tenant: str
     item: Item
     encoded_bytes: int
     deadline: float  # time.monotonic()
@@ -87,6 +92,7 @@ class Item:
     """
 
     key: bytes
+    tenant: str
     order: tuple[float, int]  # of its call among all calls; the lowest goes first
     index: int
     tokens: int
@@ -134,7 +140,8 @@ class Ledger:
     def __init__(self, *, max_items: int, max_tokens: int, max_bytes: int, store_bytes: int = 0) -> None:
         """The arena has `max_bytes` + `store_bytes` bytes; encoded media, which lie elsewhere, count as the first."""
         self._limits = {"items": max_items, "tokens": max_tokens, "bytes": max_bytes}
-        self._used = {"items": 0, "tokens": 0, "bytes": 0}
+        self._used = Counter[str]()
+        self._used_by: dict[str, Counter[str]] = defaultdict(Counter)  # tenants that have something inside
         self._slots = SlotAllocator(max_bytes + store_bytes)
         self.store: Store[Item] = Store(store_bytes)
         self._claims: dict[tuple[int, int, int], Claim] = {}
@@ -164,10 +171,10 @@ class Ledger:
                 if kind in (GrantKind.MISSING, GrantKind.FULL):
                     continue
                 if item is None:
-                    item = _new_item(request, (self._virtual, number), index)
+                    item = _new_item(request, message.tenant, (self._virtual, number), index)
                     fresh[request.key or index.to_bytes(4, "little")] = item
                 claims.append(self._claim(frontend, message, index, request, item))
-            refused = self._refusal(message.call, claims, list(fresh.values())) or self._allocate(
+            refused = self._refusal(message, claims, list(fresh.values())) or self._allocate(
                 message.call, list(fresh.values())
             )
             if refused is not None:
@@ -270,7 +277,8 @@ class Ledger:
         return GrantKind.ENCODE if item is None else GrantKind.WAIT
 
     def _claim(self, frontend: int, message: Reserve, index: int, request: ItemRequest, item: Item) -> Claim:
-        claim = Claim(frontend, message.call, index, item, request.encoded_bytes, message.deadline, request.fetch)
+        holder = frontend, message.call, index, message.tenant
+        claim = Claim(*holder, item, request.encoded_bytes, message.deadline, request.fetch)
         item.claims.append(claim)
         if message.hold is not None:
             claim.lease = self.store.lease(item, message.hold.seconds, message.hold.reads)
@@ -284,20 +292,33 @@ class Ledger:
             self.store.end(claim.item, claim.lease)
         self.store.touch(claim.item)
 
-    def _refusal(self, call: int, claims: list[Claim], fresh: list[Item]) -> Refused | None:
+    def _refusal(self, message: Reserve, claims: list[Claim], fresh: list[Item]) -> Refused | None:
         wanted = {
             "items": len(claims),
             "tokens": sum(item.tokens for item in fresh),
             "bytes": sum(item.pixel_bytes + item.row_bytes for item in fresh)
             + sum(claim.encoded_bytes for claim in claims),
         }
+        mine = self._used_by.get(message.tenant)
         for resource, amount in wanted.items():
             limit = self._limits[resource]
+            free = limit - self._used[resource]
             if amount > limit:
-                return Refused(call, resource, amount, limit, retry_after=None)
-            if amount + self._used[resource] > limit:
-                return Refused(call, resource, amount, limit, retry_after=self._time_to_half())
+                return Refused(message.call, resource, amount, limit, retry_after=None)
+            if amount > free:
+                return Refused(message.call, resource, amount, limit, retry_after=self._time_to_half())
+            share = TENANT_ALPHA * (free - amount)
+            if message.tenant and mine and mine[resource] + amount > share:
+                return Refused(message.call, resource, amount, limit, retry_after=self._time_to_half())
         return None
+
+    def _charge(self, tenant: str, resource: str, amount: int) -> None:
+        """Count in or, below zero, out."""
+        self._used[resource] += amount
+        mine = self._used_by[tenant]
+        mine[resource] += amount
+        if not any(mine.values()):
+            del self._used_by[tenant]
 
     def _allocate(self, call: int, items: list[Item]) -> Refused | None:
         """Slots for new items, all or none: those that are stored make room where it is in pieces."""
@@ -338,12 +359,12 @@ class Ledger:
             item.writer = item.claims[0]
             if item.key:
                 self._named[item.key] = item
-            self._used["tokens"] += item.tokens
-            self._used["bytes"] += item.pixel_bytes + item.row_bytes
+            self._charge(tenant, "tokens", item.tokens)
+            self._charge(tenant, "bytes", item.pixel_bytes + item.row_bytes)
         for claim in claims:
             self._claims[claim.id] = claim
-            self._used["items"] += 1
-            self._used["bytes"] += claim.encoded_bytes
+            self._charge(tenant, "items", 1)
+            self._charge(tenant, "bytes", claim.encoded_bytes)
 
     # --- letting go
 
@@ -351,8 +372,8 @@ class Ledger:
         item = claim.item
         del self._claims[claim.id]
         item.claims.remove(claim)
-        self._used["items"] -= 1
-        self._used["bytes"] -= claim.encoded_bytes
+        self._charge(claim.tenant, "items", -1)
+        self._charge(claim.tenant, "bytes", -claim.encoded_bytes)
         if served and claim.fetch:
             self.store.read(item)
         self.store.touch(item)
@@ -398,12 +419,12 @@ class Ledger:
     def _free_pixels(self, item: Item) -> None:
         if item.pixel_bytes:
             self._slots.release(item.slot.pixels, item.pixel_bytes)
-            self._used["bytes"] -= item.pixel_bytes
+            self._charge(item.tenant, "bytes", -item.pixel_bytes)
             item.pixel_bytes = 0
 
     def _leave_queue(self, item: Item) -> None:
-        self._used["tokens"] -= item.tokens
-        self._used["bytes"] -= item.row_bytes
+        self._charge(item.tenant, "tokens", -item.tokens)
+        self._charge(item.tenant, "bytes", -item.row_bytes)
 
     def _forget(self, item: Item) -> None:
         """Free the rows of an item that is neither in the queue nor in the store."""
@@ -425,10 +446,10 @@ class Ledger:
         return min(5.0, max(0.1, self._used["tokens"] / 2 / max(rate, 1.0)))
 
 
-def _new_item(request: ItemRequest, order: tuple[float, int], index: int) -> Item:
+def _new_item(request: ItemRequest, tenant: str, order: tuple[float, int], index: int) -> Item:
     """An item without a slot yet, whose `end` says how many bytes of rows it has."""
     sizes = SlotAllocator.rounded(request.pixel_bytes), SlotAllocator.rounded(request.row_bytes)
-    return Item(request.key, order, index, request.tokens, *sizes, slot=Slot(0, 0, request.row_bytes))
+    return Item(request.key, tenant, order, index, request.tokens, *sizes, slot=Slot(0, 0, request.row_bytes))
 
 
 def _lookup(kind: GrantKind, found: Item | None) -> metrics.Lookup:

@@ -435,6 +435,28 @@ def test_a_flood_of_one_tenant_does_not_starve_another() -> None:
     assert served[:6].count("b") == 3
 
 
+def test_a_flood_of_one_tenant_leaves_room_for_another() -> None:
+    books = ledger(items=50, pages=1000)
+
+    def take(call: int, tenant: str) -> bool:
+        ((_, answer),) = books.reserve(0, Reserve(call, [0], [ItemRequest(1, 0, 1, 1)], tenant=tenant))
+        assert isinstance(answer, Granted) or answer.retry_after, "it is a matter of time"  # type: ignore[union-attr]
+        return isinstance(answer, Granted)
+
+    assert sum(take(call, "a") for call in range(50)) == 40
+    assert sum(take(100 + call, "b") for call in range(50)) == 8
+    for call in range(40):
+        books.release(0, call, 0)
+    assert not books._used_by.keys() - {"b"}
+    assert sum(take(200 + call, "a") for call in range(50)) > 20
+    assert sum(take(300 + call, "") for call in range(50)) > 0
+
+
+def test_a_tenant_with_nothing_inside_may_take_all_that_is_free() -> None:
+    message = Reserve(1, list(range(8)), [ItemRequest(1, 0, 1, 1)] * 8, tenant="a")
+    grants(ledger(items=8), message)
+
+
 def test_an_idle_tenant_saves_up_no_turns() -> None:
     books = ledger(items=100, pages=400)
     for call in range(20):
