@@ -12,36 +12,28 @@ import asyncio
 import contextlib
 import dataclasses
 import io
-import json
-import os
 import random
-import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-import urllib.request
 import zlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
-from prometheus_client.parser import text_string_to_metric_families
 
 import opticnerve
 from opticnerve import errors
 from opticnerve.tensors import DtypeName
 
 from .config import Config
+from .local import LocalServer
 from .media.decode import decode
 from .models.base import ImageItem
-from .settings import settings_of, text, variable
 
 STILLS = 48
 SMALLEST, LARGEST = 33, 420
@@ -299,95 +291,37 @@ def encoded(pixels: npt.NDArray[np.uint8], number: int) -> bytes:
     return file.getvalue()
 
 
-# --- the server
-
-
-class Server:
-    """A server with the settings of the run, on loopback; `log` is where its output goes."""
-
-    def __init__(self, config: Config, log: TextIO) -> None:
-        addresses = dict.fromkeys(("listen", "health_listen", "metrics_listen"), "127.0.0.1:0")
-        given = {name: getattr(config, name) for name in settings_of(Config)} | addresses
-        variables = {variable(name): text(value) for name, value in given.items()}
-        command = [sys.executable, "-m", "opticnerve_server.cli", "serve"]
-        self._log = Path(log.name)
-        self.process = subprocess.Popen(command, stdout=log, env=os.environ | variables)  # noqa: S603
-
-    def wait(self, timeout: float) -> str:
-        """Wait until it serves; its address."""
-        until, found = time.monotonic() + timeout, {}
-        while "ready" not in found:
-            if self.process.poll() is not None or time.monotonic() > until:
-                raise Wrong(f"the server does not serve:\n{self._log.read_text()[-2000:]}")
-            time.sleep(0.1)
-            lines = [json.loads(line) for line in self._log.read_text().split("\n")[:-1]]
-            found = {line["event"]: line for line in lines}
-        self._metrics = found["listening"]["metrics_listen"]
-        return str(found["listening"]["listen"])
-
-    def metric(self, name: str) -> float:
-        """Sum over all samples of this name."""
-        with urllib.request.urlopen(f"http://{self._metrics}/metrics", timeout=10) as answer:
-            families = text_string_to_metric_families(answer.read().decode())
-            return sum(sample.value for family in families for sample in family.samples if sample.name == name)
-
-    def processes(self) -> Iterator[Path]:
-        """The folders in /proc of the server and its children."""
-        yield Path(f"/proc/{self.process.pid}")
-        for children in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
-            yield from (Path(f"/proc/{pid}") for pid in children.read_text().split())
-
-    def memory(self) -> int:
-        """Bytes that its processes hold beside the shared memory."""
-        lines = [line for process in self.processes() for line in (process / "status").read_text().splitlines()]
-        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
-
-    def files(self) -> int:
-        """Open file descriptors."""
-        return sum(1 for process in self.processes() for _ in (process / "fd").iterdir())
-
-    def stop(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
-
-
 def soak(config: Config, *, calls: int, seconds: float, concurrency: int, seed: int) -> dict[str, Any]:
     """Run it; the verdict: what was called, what was wrong, and what has leaked."""
     samples, tolerance = make_samples(config, seed)
-    with tempfile.NamedTemporaryFile("w", prefix="opticnerve-soak-", suffix=".log") as log:
-        server = Server(config, log)  # type: ignore[arg-type]
-        try:
-            draw = random.Random(seed)  # noqa: S311
-            run = Soak(server.wait(config.startup_timeout), samples, tolerance, draw)
-            # What is loaded lazily, and connections that stay, are no leaks.
-            asyncio.run(run.run(calls=min(200, calls), seconds=60, concurrency=concurrency, report=lambda _: None))
-            memory: list[int] = []
-            files, started = settled(server), time.monotonic()
+    memory: list[int] = []
+    with LocalServer(config) as server:
+        run = Soak(server.address, samples, tolerance, random.Random(seed))  # noqa: S311
+        # What is loaded lazily, and connections that stay, are no leaks.
+        asyncio.run(run.run(calls=min(200, calls), seconds=60, concurrency=concurrency, report=lambda _: None))
+        files, started = settled(server), time.monotonic()
 
-            def report(number: int) -> None:
-                share = max(number / calls, (time.monotonic() - started) / seconds)
-                if len(memory) <= share * 100:
-                    memory.append(server.memory())
-                    line = f"{number} calls, {len(run.wrong)} wrong, {memory[-1] >> 20} MiB, {share:.0%}"
-                    print(f"\r{line:<60}", end="", file=sys.stderr, flush=True)
+        def report(number: int) -> None:
+            share = max(number / calls, (time.monotonic() - started) / seconds)
+            if len(memory) <= share * 100:
+                memory.append(server.memory())
+                line = f"{number} calls, {len(run.wrong)} wrong, {memory[-1] >> 20} MiB, {share:.0%}"
+                print(f"\r{line:<60}", end="", file=sys.stderr, flush=True)
 
-            asyncio.run(run.run(calls=calls, seconds=seconds, concurrency=concurrency, report=report))
-            print(file=sys.stderr)
-            elapsed = time.monotonic() - started
-            leaked = settled(server) - files
-            inside = {name: server.metric(f"opticnerve_queue_{name}") for name in ("items", "tokens", "bytes")}
-            leased = server.metric("opticnerve_store_leased_bytes")
-        finally:
-            code = server.stop()
+        asyncio.run(run.run(calls=calls, seconds=seconds, concurrency=concurrency, report=report))
+        print(file=sys.stderr)
+        elapsed = time.monotonic() - started
+        leaked = settled(server) - files
+        names = ("queue_items", "queue_tokens", "queue_bytes", "store_leased_bytes")
+        inside = {name: server.total(f"opticnerve_{name}") for name in names}
     half = len(memory) // 2
     quarters = memory[half : half + half // 2] or memory, memory[half + half // 2 :] or memory
     grown = int(statistics.median(quarters[1]) - statistics.median(quarters[0]))
     faults = [f"{len(run.wrong)} wrong answers"] if run.wrong else []
-    faults += [f"{value:g} {name} never left" for name, value in inside.items() if value]
-    faults += [f"leases of {leased:g} bytes never ended"] if leased else []
+    faults += [f"{name} is {value:g} at the end" for name, value in inside.items() if value]
     faults += [f"{leaked} file descriptors leaked"] if leaked > 0 else []
     faults += [f"memory grew by {grown} bytes"] if grown > BYTES_GROWN else []
-    faults += [f"the server ended with {code}"] if code else []
+    faults += [f"the server ended with {server.exit_code}"] if server.exit_code else []
     return {
         "seed": seed,
         "seconds": round(elapsed, 1),
@@ -402,11 +336,11 @@ def soak(config: Config, *, calls: int, seconds: float, concurrency: int, seed: 
     }
 
 
-def settled(server: Server, seconds: float = 30.0) -> int:
+def settled(server: LocalServer, seconds: float = 30.0) -> int:
     """Open files once everything is out, leases have run out included, or after `seconds`."""
     until, before = time.monotonic() + seconds, -1
     while time.monotonic() < until:
-        busy = server.metric("opticnerve_queue_items") or server.metric("opticnerve_store_leased_bytes")
+        busy = server.total("opticnerve_queue_items") or server.total("opticnerve_store_leased_bytes")
         files = server.files()
         if not busy and files == before:
             break
