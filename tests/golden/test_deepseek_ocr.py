@@ -259,7 +259,7 @@ def test_without_a_processor_file_it_is_that_of_the_code(checkpoint: Path, tmp_p
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
     planner = load_tower(tmp_path).planner
-    assert (planner.whole, planner.crop, planner.rule.most) == (1024, 640, 6)
+    assert [(views.side, views.most) for views in planner.views.values()] == [(1024, 1), (640, 6)]
 
 
 @pytest.mark.parametrize(
