@@ -1,6 +1,7 @@
 """The supervisor: the only file that knows the order in which a server starts, lives and ends.
 
     bind all ports, NOT_SERVING -> shared memory -> engine and front-ends -> LOADING -> CAPTURING -> READY, SERVING
+    the device does not compute -> UNHEALTHY, NOT_SERVING -> it does again -> READY, SERVING
     SIGTERM -> DRAINING, NOT_SERVING -> drain delay -> front-ends finish their calls -> engine -> exit 0
 
 Exit codes: 0 a stop that was asked for, 2 a configuration or model that cannot be served, 1 any other failure, 3 an
@@ -263,6 +264,9 @@ class Supervisor:
                 self._heartbeat = time.monotonic()
                 self._state.occupancy = message
                 self._tell_frontends(message)
+                phase = Phase.READY if message.works else Phase.UNHEALTHY
+                if self._state.phase in (Phase.READY, Phase.UNHEALTHY) and phase is not self._state.phase:
+                    self._enter(phase)
             case EngineReady():
                 self._state.ready = message
                 self._tell_frontends(message)

@@ -175,6 +175,7 @@ class Occupancy(msgspec.Struct, frozen=True, tag=True, array_like=True):
     items: int
     tokens: int
     bytes: int
+    works: bool = True  # whether the device computes
 
 
 ToEngine = Reserve | Submit | Release
