@@ -1,6 +1,7 @@
 """The server, with a device that does as the file says that the environment variable TAMPER names.
 
-Takes the arguments of the program itself. The file may come and go, its content is a JSON object:
+Takes the arguments of the program itself. A silent front-end is replaced after TAMPER_SILENCE_S seconds. The file of
+TAMPER may come and go, its content is a JSON object:
 
     "fail": true    every forward raises
     "most": N       a forward of more than N units finds no memory
@@ -45,7 +46,7 @@ def _tamper(loaded: Loaded) -> Loaded:
 
     tower = loaded.tower.tower
     original = tower.forward
-    file = Path(os.environ["TAMPER"])
+    file = Path(os.environ.get("TAMPER", "/nowhere"))
 
     def forward(path: str, buffers: Mapping[str, torch.Tensor], capacity: Capacity) -> torch.Tensor:
         wanted = json.loads(file.read_text()) if file.exists() else {}
@@ -61,5 +62,6 @@ def _tamper(loaded: Loaded) -> Loaded:
 
 
 if __name__ == "__main__":
+    lifecycle.FRONTEND_SILENCE_S = float(os.environ.get("TAMPER_SILENCE_S", lifecycle.FRONTEND_SILENCE_S))
     lifecycle.Supervisor = functools.partial(lifecycle.Supervisor, engine_target=tampered_engine)  # type: ignore[misc,assignment]
     sys.exit(cli.main())

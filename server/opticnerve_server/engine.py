@@ -34,7 +34,7 @@ from .messages import EngineReady, Failed, PathState, PhaseChange, Release, Rese
 from .peers import Peers
 from .runner import DeviceBroken, Runner, device_is_broken
 from .selftest import self_test
-from .sentinel import Sentinel
+from .sentinel import Sentinel, SentinelFailed
 from .slots import Arena
 from .types import Capacity, Phase
 
@@ -54,9 +54,9 @@ def main(config: Config, control: socket.socket, arena_fd: int) -> None:
     sys.setswitchinterval(0.0002)
     try:
         Engine(config, control, arena_fd).run()
-    except (ValueError, GraphsFailed) as error:
+    except (ValueError, GraphsFailed, SentinelFailed) as error:
         log.error("cannot start", extra={"error": str(error)})
-        sys.exit(EXIT_RUNTIME if isinstance(error, GraphsFailed) else EXIT_CONFIG)
+        sys.exit(EXIT_CONFIG if isinstance(error, ValueError) else EXIT_RUNTIME)
     except DeviceBroken:
         log.critical("the device is broken, the process ends")
         os._exit(EXIT_GPU_FAULT)

@@ -141,6 +141,10 @@ class FrontendReady(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """It has the model's planner: from its side, calls can come."""
 
 
+class FrontendAlive(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Its loop runs and its worker threads live: about once a second from FrontendReady on."""
+
+
 # --- engine to supervisor to front-ends
 
 
@@ -181,7 +185,7 @@ class Occupancy(msgspec.Struct, frozen=True, tag=True, array_like=True):
 ToEngine = Reserve | Submit | Release
 ToFrontend = Granted | Refused | Rows | Failed
 ToChild = Attach | PhaseChange | EngineReady | Occupancy | Stop
-Message = ToEngine | ToFrontend | ToChild | FrontendReady
+Message = ToEngine | ToFrontend | ToChild | FrontendReady | FrontendAlive
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Message).decode

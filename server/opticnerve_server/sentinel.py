@@ -26,7 +26,7 @@ class Sentinel:
     """Its first run, when it is made, says what the rows must be. Device thread only; nothing else may be running."""
 
     def __init__(self, graphs: GraphManager, capacities: Mapping[str, Sequence[Capacity]]) -> None:
-        """`capacities` are the planned ones, ascending, whether or not they were captured."""
+        """`capacities` are the planned ones, ascending, whether or not they were captured. Raises as `run` does."""
         self._graphs = graphs
         samples = {
             path: next(filter(None, (sample_parts(graphs.tower.planner, path, each) for each in planned)), [])
@@ -34,6 +34,7 @@ class Sentinel:
         }
         self._samples = {path: parts for path, parts in samples.items() if parts}
         self._known = list(self._rows())
+        self.run()  # twice the same: only then can it tell what is wrong
 
     def run(self) -> None:
         """Run every path eagerly, and by replay where it has a graph. Raises SentinelFailed, or what they do."""
