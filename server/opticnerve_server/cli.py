@@ -99,9 +99,11 @@ def _serve(options: argparse.Namespace) -> int:
             print(f"{name} = {shown}")
         return 0
     _need_extra()
+    from .auth import check_secrets
     from .models.registry import open_model
 
     open_model(resolved.config.model, resolved.config.load_format)  # the cheapest mistakes first, before any port
+    check_secrets(resolved.config)
     telemetry.set_up("supervisor")
     for warning in resolved.warnings:
         log.warning("setting ignored", extra={"reason": warning})
@@ -117,8 +119,10 @@ def _check(options: argparse.Namespace) -> int:
     for warning in resolved.warnings:
         print(warning, file=sys.stderr)
     _need_extra()
+    from .auth import check_secrets
     from .check import check
 
+    check_secrets(resolved.config)
     report = check(resolved.config)
     print(json.dumps(report.as_dict(), indent=2) if options.json else report.as_text())
     return 0

@@ -98,7 +98,8 @@ def _model(text: str) -> str:
     return text
 
 
-_MODEL, _PORTS, _GRAPHS, _LIMITS, _LIFE = "model", "ports and processes", "graphs", "limits", "life"
+_MODEL, _PORTS, _SECURITY = "model", "ports and processes", "security"
+_GRAPHS, _LIMITS, _LIFE = "graphs", "limits", "life"
 _count = integer(1)
 _optional_count = or_word("none", None, _count)
 
@@ -206,6 +207,15 @@ class Config:
         "the cores, split over the front-ends.",
         "N",
         default_factory=lambda: default_preprocess_threads(default_frontends()),
+    )
+
+    auth_token_file: str = setting(
+        str,
+        _SECURITY,
+        "File of TENANT:TOKEN lines; calls need one of these bearer tokens. Read again when it changes.",
+        "whoever reaches the port may call.",
+        "FILE",
+        default="",
     )
 
     graphs: bool = setting(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TypeAlias
 
 import grpc
@@ -14,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 from opticnerve.v1 import encoder_pb2_grpc as pb_grpc
 
 from . import health
+from .auth import Tokens
 from .config import Config
 from .interceptors import Border
 from .types import Phase
@@ -45,9 +47,10 @@ def server_options(config: Config) -> list[tuple[str, int]]:
 def build_server(
     config: Config, service: pb_grpc.EncoderServiceServicer, health_servicer: HealthServicer
 ) -> grpc.aio.Server:
-    """A server with the service, health and reflection; not bound, not started."""
+    """A server with the service, health and reflection; not bound, not started. Raises ConfigError for tokens."""
+    tokens = Tokens(Path(config.auth_token_file)) if config.auth_token_file else None
     server = grpc.aio.server(
-        interceptors=[Border()], options=server_options(config), compression=grpc.Compression.NoCompression
+        interceptors=[Border(tokens)], options=server_options(config), compression=grpc.Compression.NoCompression
     )
     pb_grpc.add_EncoderServiceServicer_to_server(service, server)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

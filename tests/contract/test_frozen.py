@@ -27,6 +27,7 @@ SETTINGS = {
     "metrics_listen": ("--metrics-listen", "OPTICNERVE_METRICS_LISTEN"),
     "frontends": ("--frontends", "OPTICNERVE_FRONTENDS"),
     "preprocess_threads": ("--preprocess-threads", "OPTICNERVE_PREPROCESS_THREADS"),
+    "auth_token_file": ("--auth-token-file", "OPTICNERVE_AUTH_TOKEN_FILE"),
     "graphs": ("--graphs", "OPTICNERVE_GRAPHS"),
     "token_budgets": ("--token-budgets", "OPTICNERVE_TOKEN_BUDGETS"),
     "max_token_budget": ("--max-token-budget", "OPTICNERVE_MAX_TOKEN_BUDGET"),
