@@ -50,10 +50,9 @@ class Tokens:
         return tenant
 
 
-def check_secrets(config: Config) -> None:
-    """Read the files once, so that the server does not start with broken ones. Raises ConfigError."""
-    if config.auth_token_file:
-        Tokens(Path(config.auth_token_file))
+def watch_tokens(config: Config) -> Tokens | None:
+    """The tokens of a configuration, None where none are asked for. Raises ConfigError for a file that is broken."""
+    return Tokens(Path(config.auth_token_file)) if config.auth_token_file else None
 
 
 def _read(path: Path) -> Mapping[bytes, str]:

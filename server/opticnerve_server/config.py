@@ -209,6 +209,30 @@ class Config:
         default_factory=lambda: default_preprocess_threads(default_frontends()),
     )
 
+    tls_cert: str = setting(
+        str,
+        _SECURITY,
+        "Certificate chain of the service's port, PEM. Read again when it changes, as are the next two.",
+        "plaintext: inside a cluster a mesh often encrypts.",
+        "FILE",
+        default="",
+    )
+    tls_key: str = setting(
+        str,
+        _SECURITY,
+        "Key of tls_cert, PEM, without a password.",
+        "it goes with tls_cert.",
+        "FILE",
+        default="",
+    )
+    tls_client_ca: str = setting(
+        str,
+        _SECURITY,
+        "Authorities whose certificates callers must show, PEM.",
+        "callers need no certificate.",
+        "FILE",
+        default="",
+    )
     auth_token_file: str = setting(
         str,
         _SECURITY,
@@ -365,6 +389,11 @@ class Config:
     )
 
     def __post_init__(self) -> None:
+        if bool(self.tls_cert) != bool(self.tls_key):
+            given, missing = ("tls_cert", "tls_key") if self.tls_cert else ("tls_key", "tls_cert")
+            raise ConfigError(f"{given} is set without {missing}: set both for TLS, none for plaintext")
+        if self.tls_client_ca and not self.tls_cert:
+            raise ConfigError("tls_client_ca is set without tls_cert and tls_key: callers' certificates need TLS")
         if self.max_request_bytes > self.max_queue_bytes:
             raise ConfigError(
                 f"max_request_bytes = {self.max_request_bytes} is over max_queue_bytes = {self.max_queue_bytes}: "

@@ -103,15 +103,19 @@ async def test_tenants_never_see_each_others_entries(file: Path) -> None:
         assert (await server.stub.Release(lease, metadata=bearer(RED))).released == 1
 
 
+def write(file: Path, content: str) -> None:
+    file.write_text(content)
+
+
 async def test_rotation_without_a_restart(file: Path) -> None:
     young = "red-token-next-0123456789"
     async with serving(auth_token_file=str(file), store_bytes=32 << 20, engine_class=SharingEngine) as server:
         assert await encode(server, ITEM, RED) == ("miss", "red")
-        file.write_text(f"red:{RED}\nred:{young}\n")
+        write(file, f"red:{RED}\nred:{young}\n")
         assert await encode(server, ITEM, young) == ("hit", "red"), "the tenant is the same"
-        file.write_text(f"red:{young}\n")
+        write(file, f"red:{young}\n")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await encode(server, ITEM, RED)
         assert reason_of(caught.value) == "TOKEN_INVALID"
-        file.write_text("broken")
+        write(file, "broken")
         assert await encode(server, ITEM, young) == ("hit", "red"), "the last good tokens"
