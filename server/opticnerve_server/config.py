@@ -19,6 +19,7 @@ from .settings import (
     choice,
     integer,
     or_word,
+    positive_seconds,
     resolve,
     seconds,
     setting,
@@ -233,6 +234,14 @@ class Config:
         "FILE",
         default="",
     )
+    reflection: bool = setting(
+        boolean,
+        _SECURITY,
+        "--no-reflection hides the list of calls from tools such as grpcurl.",
+        "the contract is public.",
+        "",
+        default=True,
+    )
     auth_token_file: str = setting(
         str,
         _SECURITY,
@@ -361,6 +370,23 @@ class Config:
         "a dozen photographs as cameras write them.",
         "BYTES",
         default=32 << 20,
+    )
+
+    default_timeout: float = setting(
+        positive_seconds,
+        _LIMITS,
+        "Seconds that a call may take whose caller set no deadline.",
+        "a caller that is gone without a word holds its share no longer than that.",
+        "S",
+        default=120.0,
+    )
+    stream_stall_timeout: float = setting(
+        positive_seconds,
+        _LIMITS,
+        "Seconds that a caller may take none of the messages that wait for it, before its call ends.",
+        "its rows hold memory that others wait for.",
+        "S",
+        default=60.0,
     )
 
     startup_timeout: float = setting(

@@ -17,12 +17,10 @@ from grpc_status import rpc_status
 
 from . import metrics
 from .auth import TENANT, Tokens
+from .config import Config
 from .errors import ServiceError, internal_error, to_status
 from .health import SERVICE
 from .metrics import Rejection
-
-STALL_SECONDS = 60.0
-"""A caller that takes no message for so long loses its call: its rows hold slots that others wait for."""
 
 DEADLINE_TOLERANCE_S = 0.05
 """At its deadline a caller cancels its call, and may be heard a little before our own clock says that it is time."""
@@ -55,9 +53,9 @@ class Border(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     `yield` when a call is cancelled, and its slots return only when the interpreter collects it.
     """
 
-    def __init__(self, tokens: Tokens | None = None, stall_seconds: float = STALL_SECONDS) -> None:
+    def __init__(self, config: Config, tokens: Tokens | None) -> None:
+        self._config = config
         self._tokens = tokens
-        self._stall_seconds = stall_seconds
 
     async def intercept_service(
         self,
@@ -84,7 +82,7 @@ class Border(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             return await handler.unary_unary(_parsed(handler, data), context)
 
         async def unary(data: bytes, context: Context) -> Any:
-            return await _guard(method, context, answer(data, context))
+            return await _guard(method, context, self._in_time(context, answer(data, context)))
 
         return unary
 
@@ -94,7 +92,7 @@ class Border(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             await self._write_all(handler.unary_stream(_parsed(handler, data), context), context)
 
         async def stream(data: bytes, context: Context) -> None:
-            await _guard(method, context, answer(data, context))
+            await _guard(method, context, self._in_time(context, answer(data, context)))
 
         return stream
 
@@ -118,16 +116,32 @@ class Border(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if self._tokens is not None:
             TENANT.set(self._tokens.tenant_of(dict(context.invocation_metadata() or ()).get("authorization")))
 
+    async def _in_time(self, context: Context, work: Awaitable[T]) -> T:
+        """A deadline for callers that set none. Others' deadlines gRPC keeps."""
+        seconds = self._config.default_timeout
+        try:
+            async with asyncio.timeout(seconds if context.time_remaining() is None else None) as limit:
+                return await work
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise ServiceError(
+                "EXPIRED_IN_QUEUE",
+                f"no complete answer within the {seconds:g} s that calls without a deadline have: set a deadline",
+                metadata={"default_timeout": f"{seconds:g}"},
+            ) from error
+
     async def _write_all(self, responses: AsyncGenerator[Any, None], context: Context) -> None:
+        seconds = self._config.stream_stall_timeout
         async with aclosing(responses):
             async for response in responses:
                 try:
-                    async with asyncio.timeout(self._stall_seconds):
+                    async with asyncio.timeout(seconds):
                         await context.write(response)
                 except TimeoutError as error:
                     raise ServiceError(
                         "SLOW_READER",
-                        f"no message was taken for {self._stall_seconds:g} s: read answers as they come",
+                        f"no message was taken for {seconds:g} s: read answers as they come",
                     ) from error
 
 

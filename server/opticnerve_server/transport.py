@@ -49,13 +49,14 @@ def build_server(
 ) -> grpc.aio.Server:
     """A server with the service, health and reflection; not bound, not started. Raises ConfigError for tokens."""
     server = grpc.aio.server(
-        interceptors=[Border(watch_tokens(config))],
+        interceptors=[Border(config, watch_tokens(config))],
         options=server_options(config),
         compression=grpc.Compression.NoCompression,
     )
     pb_grpc.add_EncoderServiceServicer_to_server(service, server)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    reflection.enable_server_reflection((health.SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME), server)
+    if config.reflection:
+        reflection.enable_server_reflection((health.SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME), server)
     return server
 
 
