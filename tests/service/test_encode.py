@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import struct
 import time
+import time
 import zlib
 
 import grpc
@@ -285,8 +286,8 @@ async def test_the_deadline_travels_to_the_engine() -> None:
         await collect(server.stub.Encode(pb.EncodeRequest(items=[raw_item(picture(8, 8))])))
         await collect(server.stub.Encode(pb.EncodeRequest(items=[raw_item(picture(8, 8))]), timeout=30))
         without, within = (message.deadline - time.monotonic() for message in server.engine.reserved)
-    assert 50 < without < 70
-    assert 10 < within < 30
+    assert 50 < without < 71  # gRPC rounds up what it sends
+    assert 10 < within < 31
 
 
 async def test_bugs_leak_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
