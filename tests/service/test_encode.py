@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import struct
 import time
-import time
 import zlib
 
 import grpc
