@@ -164,7 +164,8 @@ def oracle_rows(model: Any, directory: Path, batch: Sequence[Media]) -> torch.Te
 def _tile_rows(model: Any, directory: Path, batch: Sequence[Media]) -> torch.Tensor:
     """Rows of items whose frames are their tiles, each normalised by the official processor."""
     if model.config.model_type == "llama4":
-        return _llama4_rows(model, batch)
+        projected: torch.Tensor = model.multi_modal_projector(llama4_adapter_rows(model, batch))
+        return projected
     tiny = TINY[model.config.model_type]
     tiles = [tile for media in batch for tile in media.frames]
     pixels = tiny.processor.from_pretrained(directory)(tiles, **tiny.as_is, return_tensors="pt").pixel_values
@@ -172,13 +173,17 @@ def _tile_rows(model: Any, directory: Path, batch: Sequence[Media]) -> torch.Ten
     return rows
 
 
-def _llama4_rows(model: Any, batch: Sequence[Media]) -> torch.Tensor:
-    """Tiles are normalised in bfloat16; the tower's own output is that of the adapter."""
+def llama4_pixels(batch: Sequence[Media]) -> torch.Tensor:
+    """`pixel_values` bfloat16 [tiles, 3, side, side]: they are normalised in this format."""
     tiles = torch.from_numpy(np.concatenate([media.frames for media in batch])).permute(0, 3, 1, 2)
-    pixels = (tiles.to(torch.bfloat16) * (1 / 255) - 0.5) / 0.5
-    adapted = model.get_image_features(pixels.to(model.dtype)).last_hidden_state
-    rows: torch.Tensor = model.multi_modal_projector(adapted.flatten(0, 1))
-    return rows
+    return (tiles.to(torch.bfloat16) * (1 / 255) - 0.5) / 0.5
+
+
+@torch.inference_mode()
+def llama4_adapter_rows(model: Any, batch: Sequence[Media]) -> torch.Tensor:
+    """Rows [tokens, projector_output_dim] of the official tower, whose output is that of the adapter."""
+    rows: torch.Tensor = model.get_image_features(llama4_pixels(batch).to(model.dtype)).last_hidden_state
+    return rows.flatten(0, 1)
 
 
 def _gemma4_rows(inner: Any, directory: Path, media: Media) -> torch.Tensor:

@@ -20,8 +20,8 @@ TOLERANCES = {"float32": {"whole": 1e-5, "row": 1e-4}, "bfloat16": {"whole": 2e-
 """By the tower's dtype: largest norm ratio of a difference, of all rows together and of a single one."""
 
 
-def load_tower(directory: Path, dtype: str = "float32", device: str = "cpu") -> Any:
-    source = registry.open_model(str(directory), "safetensors")
+def load_tower(directory: Path, dtype: str = "float32", device: str = "cpu", *, projector: bool = True) -> Any:
+    source = registry.open_model(str(directory), "safetensors", projector=projector)
     return registry.build_tower(
         source,
         registry.build_planner(source),

@@ -120,6 +120,17 @@ def test_models_that_cannot_be_opened(model: str, load_format: str, match: str) 
 
 
 @pytest.mark.parametrize("architecture", registry.ARCHITECTURES)
+def test_rows_before_the_projector_are_refused_where_no_decoder_takes_them(architecture: str, tmp_path: Path) -> None:
+    write_checkpoint(architecture, tmp_path / "tiny")
+    if architecture == "llama4":
+        source = registry.open_model(str(tmp_path / "tiny"), "safetensors", projector=False)
+        assert registry.build_planner(source).layout == Layout(80, 0, projector_applied=False)
+        return
+    with pytest.raises(ModelError, match=rf"--no-projector is for llama4: rows of {architecture} \(tiny\) have one"):
+        registry.open_model(str(tmp_path / "tiny"), "safetensors", projector=False)
+
+
+@pytest.mark.parametrize("architecture", registry.ARCHITECTURES)
 def test_a_written_checkpoint_loads_and_repeats(architecture: str, tmp_path: Path) -> None:
     digests = []
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
