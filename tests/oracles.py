@@ -145,12 +145,18 @@ def oracle_rows(model: Any, directory: Path, batch: Sequence[Media]) -> torch.Te
     architecture = model.config.model_type
     if TINY[architecture].side:
         return _tile_rows(model, directory, batch)
-    inner = model.model
     if architecture == "gemma4":
-        return torch.cat([_gemma4_rows(inner, directory, media) for media in batch])
+        return torch.cat([_gemma4_rows(model.model, directory, media) for media in batch])
+    pixels = torch.cat([official_patches(architecture, directory, media) for media in batch])
+    return grid_rows(model, pixels, torch.tensor([media.plan.grid for media in batch]))
+
+
+@torch.inference_mode()
+def grid_rows(model: Any, pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+    """Rows [tokens, width] of official patches, `grid` being int64 [items, 3]: main, then the DeepStack levels."""
+    architecture, inner = model.config.model_type, model.model
     tower = inner.vision_tower if architecture == "ernie4_5_vl_moe" else inner.visual
-    pixels = torch.cat([official_patches(architecture, directory, media) for media in batch]).to(tower.dtype)
-    grid = torch.tensor([media.plan.grid for media in batch])
+    pixels = pixels.to(tower.dtype)
     if architecture == "ernie4_5_vl_moe":
         rows: torch.Tensor = inner.resampler_model(tower(pixels, grid_thw=grid).last_hidden_state, grid)
         return rows
