@@ -6,7 +6,6 @@ Only names and the order of the numbers in a head differ from those of a publish
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +74,10 @@ def pixel_values(image: npt.NDArray[np.uint8]) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def rows_of(directory: Path, images: Sequence[npt.NDArray[np.uint8]], dtype: torch.dtype) -> torch.Tensor:
-    """Rows [tokens, width] of images [height, width, 3] of whole tokens."""
+def rows_of(directory: Path, patches: torch.Tensor, grid_hws: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows [tokens, width] of the patches of images behind each other, whose rows and columns are int64 [images, 2]."""
     tower, p = load(directory, dtype)
-    grid = torch.tensor([(1, image.shape[0] // PATCH, image.shape[1] // PATCH) for image in images])
-    merged = tower(torch.cat([pixel_values(image) for image in images]).to(dtype), grid_thw=grid).pooler_output
+    merged = tower(patches.to(dtype), grid_thw=F.pad(grid_hws, (1, 0), value=1)).pooler_output
     normed = F.layer_norm(merged, merged.shape[-1:], p["pre_norm.weight"], p["pre_norm.bias"], 1e-5).flatten(1)
     inner = F.gelu(F.linear(normed, p["linear_1.weight"], p["linear_1.bias"]))
     return F.linear(inner, p["linear_2.weight"], p["linear_2.bias"])

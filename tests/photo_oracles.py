@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-import transformers
 from PIL import Image
 from safetensors.torch import load_file
+from transformers.models.got_ocr2 import image_processing_pil_got_ocr2 as got_ocr2
 
 import kimi_oracle
 from oracles import grid_rows
@@ -29,16 +29,23 @@ from tiny_models import TINY
 Pixels = npt.NDArray[np.uint8]
 
 
+Tensors = Mapping[str, torch.Tensor]
+
+
 @dataclass(frozen=True)
 class Oracle:
-    """`rows` makes the rows float32 [tokens, width] of an RGB image [height, width, 3], of a checkpoint's directory.
+    """The two steps of a model's own code, for a checkpoint's directory.
 
+    `process` makes of an RGB image [height, width, 3] what the official processor returns, and `rows` of that the rows
+    float32 [tokens, width]. `patches` means that the server takes what `process` returns, as it takes the image.
     `budgets` are those to serve with; `outcomes` how all dispatches of cat.png, then those of astronaut.jpg, run then.
     """
 
-    rows: Callable[[Path, Pixels], torch.Tensor]
-    budgets: str
-    outcomes: tuple[str, str]
+    process: Callable[[Path, Pixels], Tensors]
+    rows: Callable[[Path, Tensors], torch.Tensor]
+    budgets: str = "128"
+    outcomes: tuple[str, str] = ("replay", "eager")
+    patches: bool = True
 
 
 # --- transformers on the same files
@@ -66,13 +73,20 @@ LANGUAGE = ("language_model.", "lm_head.", "embed_tokens.")
 """Parts of the names of a language model's tensors."""
 
 
-def processed(architecture: str, directory: Path, image: Pixels) -> Any:
-    """What the official processor returns."""
-    settings = json.loads((directory / "preprocessor_config.json").read_text())
-    settings.pop("image_processor_type")
-    with torchvision_resize():
-        processor = TINY[architecture].processor(**settings)
-        return processor(image, input_data_format="channels_last", return_tensors="pt")
+def processor(architecture: str) -> Callable[[Path, Pixels], Tensors]:
+    def process(directory: Path, image: Pixels) -> Tensors:
+        settings = json.loads((directory / "preprocessor_config.json").read_text())
+        settings.pop("image_processor_type")
+        with torchvision_resize():
+            official = TINY[architecture].processor(**settings)
+            tensors: Tensors = official(image, input_data_format="channels_last", return_tensors="pt")
+        return {name: tensor for name, tensor in tensors.items() if name in WIRE}
+
+    return process
+
+
+WIRE = ("pixel_values", "image_grid_thw", "image_position_ids")
+"""What processors of grids return that patches are made of."""
 
 
 @contextmanager
@@ -94,64 +108,75 @@ def _resize(image: Pixels, size: tuple[int, int], resample: int, **_: Any) -> Pi
 
 
 def grid(architecture: str, **changes: Any) -> Oracle:
-    def rows(directory: Path, image: Pixels) -> torch.Tensor:
-        inputs, model = processed(architecture, directory, image), load_checkpoint(architecture, directory, **changes)
-        return grid_rows(model, inputs.pixel_values, inputs.image_grid_thw)
+    def rows(directory: Path, inputs: Tensors) -> torch.Tensor:
+        model = load_checkpoint(architecture, directory, **changes)
+        return grid_rows(model, inputs["pixel_values"], inputs["image_grid_thw"])
 
-    return Oracle(rows, "128", ("replay", "eager"))
+    return Oracle(processor(architecture), rows)
 
 
 @torch.inference_mode()
-def gemma4_rows(directory: Path, image: Pixels) -> torch.Tensor:
-    inputs, model = processed("gemma4", directory, image), load_checkpoint("gemma4", directory, text_hidden=128)
+def gemma4_rows(directory: Path, inputs: Tensors) -> torch.Tensor:
+    model = load_checkpoint("gemma4", directory, text_hidden=128)
     features = model.get_image_features(inputs["pixel_values"], inputs["image_position_ids"]).pooler_output
     return torch.cat(list(features))
 
 
-def tiles(architecture: str, **changes: Any) -> Oracle:
+# --- tiles, whose number alone most official processors tell
+
+
+def tiles(process: Callable[[Path, Pixels], Tensors], rows: Callable[[Path, Tensors], torch.Tensor]) -> Oracle:
     """Budgets of 1, 3 and 8 tiles: of more, an image goes as parts."""
-
-    @torch.inference_mode()
-    def rows(directory: Path, image: Pixels) -> torch.Tensor:
-        model = load_checkpoint(architecture, directory, text_hidden=128, **changes)
-        features = model.get_image_features(processed(architecture, directory, image).pixel_values).pooler_output
-        flat: torch.Tensor = features.flatten(0, 1)
-        return flat
-
-    return Oracle(rows, "4,12,32", ("replay", "replay"))
+    return Oracle(process, rows, "4,12,32", ("replay", "replay"))
 
 
-# --- models whose official processor, names or classes transformers lacks
+def gemma3_tiles(directory: Path, image: Pixels) -> Tensors:
+    """One tile, without pan-and-scan."""
+    return {**processor("gemma3")(directory, image), "aspect_ratios": torch.tensor([[1, 1]])}
 
 
 @torch.inference_mode()
-def llama4_rows(directory: Path, image: Pixels) -> torch.Tensor:
-    """The official processor exists for torchvision alone. Its steps, in float32, for more than 16 tiles hold."""
-    side, planes = 56, torch.from_numpy(image).permute(2, 0, 1)
-    height, width = planes.shape[1:]
-    grids = [(rows, columns) for rows in range(1, 17) for columns in range(1, 17) if rows * columns <= 16]
-    scales = {(r, c): (np.float32(r * side) / height, np.float32(c * side) / width) for r, c in grids}
-    best = max(map(min, scales.values()))
-    assert best < 1
-    # The smallest canvas of those on which the image is largest; it fills the tighter side.
-    rows, columns = min((grid for grid in grids if min(scales[grid]) == best), key=math.prod)
-    size = math.floor(height * best), math.floor(width * best)
-    size = (rows * side, size[1]) if scales[rows, columns][0] <= scales[rows, columns][1] else (size[0], columns * side)
-    canvas = torch.zeros(3, rows * side, columns * side, dtype=torch.uint8)
-    canvas[:, : size[0], : size[1]] = F.interpolate(planes[None], size, mode="bilinear", antialias=True)[0]
-    cut = canvas.view(3, rows, side, columns, side).permute(1, 3, 0, 2, 4).flatten(0, 1)
-    whole = F.interpolate(planes[None], (side, side), mode="bilinear", antialias=True)
-    pixels = (torch.cat([cut, whole]).bfloat16() * (1 / 255) - 0.5) / 0.5
-    model = load_checkpoint("llama4", directory, text_hidden=128)
-    projected: torch.Tensor = model.multi_modal_projector(model.get_image_features(pixels.float()).last_hidden_state)
-    return projected.flatten(0, 1)
+def gemma3_rows(directory: Path, inputs: Tensors) -> torch.Tensor:
+    return flat_features(load_checkpoint("gemma3", directory, text_hidden=128), inputs)
+
+
+def flat_features(model: Any, inputs: Tensors) -> torch.Tensor:
+    rows: torch.Tensor = model.get_image_features(inputs["pixel_values"]).pooler_output.flatten(0, 1)
+    return rows
+
+
+def internvl_tiles(directory: Path, image: Pixels) -> Tensors:
+    return {**processor("internvl")(directory, image), "aspect_ratios": internvl_grid(image, 56, 1, 12)}
+
+
+def internvl_grid(image: Pixels, side: int, least: int, most: int) -> torch.Tensor:
+    """Rows and columns of tiles, int64 [1, 2]."""
+    columns, rows = got_ocr2.get_optimal_tiled_canvas(image.shape[:2], (side, side), least, most)
+    return torch.tensor([[rows, columns]])
 
 
 @torch.inference_mode()
-def internvl_chat_rows(directory: Path, image: Pixels) -> torch.Tensor:
-    """The authors' files by transformers' class, which has other names; their code resizes with Pillow."""
+def internvl_rows(directory: Path, inputs: Tensors) -> torch.Tensor:
+    squares = {"image_size": (56, 56), "patch_size": (14, 14)}
+    return flat_features(load_checkpoint("internvl", directory, text_hidden=128, **squares), inputs)
+
+
+def internvl_chat_tiles(directory: Path, image: Pixels) -> Tensors:
+    """The authors' code resizes with Pillow."""
     config = json.loads((directory / "config.json").read_text())
-    vision = config["vision_config"]
+    side, least, most = config["vision_config"]["image_size"], config["min_dynamic_patch"], config["max_dynamic_patch"]
+    official = got_ocr2.GotOcr2ImageProcessorPil(
+        size={"height": side, "width": side}, crop_to_patches=True, min_patches=least, max_patches=most,
+        image_mean=[0.485, 0.456, 0.406], image_std=[0.229, 0.224, 0.225],
+    )  # fmt: skip
+    pixels = official(image, input_data_format="channels_last", return_tensors="pt").pixel_values
+    return {"pixel_values": pixels, "aspect_ratios": internvl_grid(image, side, least, most)}
+
+
+@torch.inference_mode()
+def internvl_chat_rows(directory: Path, inputs: Tensors) -> torch.Tensor:
+    """The authors' files by transformers' class, which has other names."""
+    vision = json.loads((directory / "config.json").read_text())["vision_config"]
     side, build = vision["image_size"], TINY["internvl"].build
     assert build is not None
     renamed = {"attention_bias": vision.pop("qkv_bias"), "use_qk_norm": True}  # the authors' default
@@ -165,33 +190,62 @@ def internvl_chat_rows(directory: Path, image: Pixels) -> torch.Tensor:
         weights |= {name.replace(".qkv.", f".{part}_proj."): own.float() for part, own in parts}
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert not [name for name in (*missing, *unexpected) if not any(part in name for part in LANGUAGE)]
-    processor = transformers.GotOcr2ImageProcessorPil(
-        size={"height": side, "width": side}, crop_to_patches=True, min_patches=config["min_dynamic_patch"],
-        max_patches=config["max_dynamic_patch"], image_mean=[0.485, 0.456, 0.406], image_std=[0.229, 0.224, 0.225],
-    )  # fmt: skip
-    pixels = processor(image, input_data_format="channels_last", return_tensors="pt").pixel_values
-    flat: torch.Tensor = model.get_image_features(pixels).pooler_output.flatten(0, 1)
-    return flat
+    return flat_features(model, inputs)
 
 
 INTERNVL_NAMES = (
     ("vision_model.", "model.vision_tower."), (".layers.", ".layer."), (".attn.", ".attention."),
-    (".proj.", ".projection_layer."),
-    (".norm1.", ".layernorm_before."), (".norm2.", ".layernorm_after."), (".ls", ".lambda_"),
-    ("class_embedding", "cls_token"), ("patch_embedding", "patch_embeddings.projection"),
+    (".proj.", ".projection_layer."), (".norm1.", ".layernorm_before."), (".norm2.", ".layernorm_after."),
+    (".ls", ".lambda_"), ("class_embedding", "cls_token"), ("patch_embedding", "patch_embeddings.projection"),
     ("position_embedding", "position_embeddings"), ("mlp1.0.", "model.multi_modal_projector.layer_norm."),
     ("mlp1.1.", "model.multi_modal_projector.linear_1."), ("mlp1.3.", "model.multi_modal_projector.linear_2."),
 )  # fmt: skip
 """Parts of names in the authors' files, and in transformers."""
 
 
-def kimi_rows(directory: Path, image: Pixels) -> torch.Tensor:
+def llama4_tiles(directory: Path, image: Pixels) -> Tensors:
+    """The official processor exists for torchvision alone. Its steps, in float32, for more than 16 tiles hold."""
+    side, planes = 56, torch.from_numpy(image).permute(2, 0, 1)
+    height, width = planes.shape[1:]
+    grids = [(rows, columns) for rows in range(1, 17) for columns in range(1, 17) if rows * columns <= 16]
+    scales = {(r, c): (np.float32(r * side) / height, np.float32(c * side) / width) for r, c in grids}
+    best = max(map(min, scales.values()))
+    assert best < 1
+    # The smallest canvas of those on which the image is largest; it fills the tighter side.
+    rows, columns = min((grid for grid in grids if min(scales[grid]) == best), key=math.prod)
+    down, across = scales[rows, columns]
+    size = (rows * side, math.floor(width * best)) if down <= across else (math.floor(height * best), columns * side)
+    canvas = torch.zeros(3, rows * side, columns * side, dtype=torch.uint8)
+    canvas[:, : size[0], : size[1]] = F.interpolate(planes[None], size, mode="bilinear", antialias=True)[0]
+    cut = canvas.view(3, rows, side, columns, side).permute(1, 3, 0, 2, 4).flatten(0, 1)
+    whole = F.interpolate(planes[None], (side, side), mode="bilinear", antialias=True)
+    pixels = (torch.cat([cut, whole]).bfloat16() * (1 / 255) - 0.5) / 0.5
+    return {"pixel_values": pixels, "aspect_ratios": torch.tensor([[rows, columns]])}
+
+
+@torch.inference_mode()
+def llama4_rows(directory: Path, inputs: Tensors) -> torch.Tensor:
+    model = load_checkpoint("llama4", directory, text_hidden=128)
+    adapted = model.get_image_features(inputs["pixel_values"].float()).last_hidden_state
+    projected: torch.Tensor = model.multi_modal_projector(adapted.flatten(0, 1))
+    return projected
+
+
+# --- models that transformers does not have
+
+
+def kimi_patches(directory: Path, image: Pixels) -> Tensors:
     """The authors' processor leaves an image of this size as it is, and pads it to whole tokens."""
     rows, columns = (-(-side // 28) for side in image.shape[:2])
     assert 4 * rows * columns <= 4096
     padded = np.zeros((28 * rows, 28 * columns, 3), np.uint8)
     padded[: image.shape[0], : image.shape[1]] = image
-    return kimi_oracle.rows_of(directory, [padded], torch.float32)
+    grid = torch.tensor([[2 * rows, 2 * columns]])
+    return {"pixel_values": kimi_oracle.pixel_values(padded), "image_grid_hws": grid}
+
+
+def kimi_rows(directory: Path, inputs: Tensors) -> torch.Tensor:
+    return kimi_oracle.rows_of(directory, inputs["pixel_values"], inputs["image_grid_hws"], torch.float32)
 
 
 GRID_MODELS = (
@@ -200,11 +254,11 @@ GRID_MODELS = (
 ORACLES: dict[str, Oracle] = {
     **{architecture: grid(architecture) for architecture in GRID_MODELS},
     "ernie4_5_vl_moe": grid("ernie4_5_vl_moe", text_hidden=128),
-    "gemma4": Oracle(gemma4_rows, "256", ("eager", "replay")),
-    "gemma3": tiles("gemma3"),
-    "internvl": tiles("internvl", image_size=(56, 56), patch_size=(14, 14)),
-    "internvl_chat": Oracle(internvl_chat_rows, "4,12,32", ("replay", "replay")),
-    "llama4": Oracle(llama4_rows, "4,12,32", ("replay", "replay")),
-    "kimi_vl": Oracle(kimi_rows, "128", ("replay", "eager")),
+    "gemma4": Oracle(processor("gemma4"), gemma4_rows, "256", ("eager", "replay")),
+    "gemma3": tiles(gemma3_tiles, gemma3_rows),
+    "internvl": tiles(internvl_tiles, internvl_rows),
+    "internvl_chat": tiles(internvl_chat_tiles, internvl_chat_rows),
+    "llama4": tiles(llama4_tiles, llama4_rows),
+    "kimi_vl": Oracle(kimi_patches, kimi_rows),
 }
 """By architecture."""

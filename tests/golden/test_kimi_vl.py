@@ -64,7 +64,8 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def expected_rows(checkpoint: Path, batch: list[Media], dtype: torch.dtype) -> torch.Tensor:
-    return kimi_oracle.rows_of(checkpoint, [media.frames[0] for media in batch], dtype)
+    patches = torch.cat([kimi_oracle.pixel_values(media.frames[0]) for media in batch])
+    return kimi_oracle.rows_of(checkpoint, patches, torch.tensor([media.plan.grid[1:] for media in batch]), dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -25,21 +25,25 @@ def test_every_architecture_has_an_oracle() -> None:
 
 @pytest.mark.parametrize("architecture", registry.ARCHITECTURES)
 def test_photographs_become_the_rows_of_the_official_code(architecture: str, tmp_path: Path) -> None:
+    """Also what the official processor makes of them, where that is taken: one call has both."""
     oracle, model = ORACLES[architecture], tmp_path / "model"
     assert cli.main(["make-checkpoint", "--arch", architecture, "--out", str(model)]) == 0
+    inputs = [oracle.process(model, np.array(Image.open(path).convert("RGB"))) for path in PHOTOGRAPHS]
+    patches = [opticnerve.Patches(tensors) for tensors in inputs if oracle.patches]
     with (
         running(model, tmp_path, "--token-budgets", oracle.budgets) as server,
         opticnerve.Client(server.address, timeout=60) as client,
     ):
-        embeddings = list(client.encode(PHOTOGRAPHS, dtype="float32"))
+        embeddings = list(client.encode([*PHOTOGRAPHS, *patches], dtype="float32"))
         plans = client.plan(PHOTOGRAPHS)
-    for photograph, embedding, plan, outcome in zip(PHOTOGRAPHS, embeddings, plans, oracle.outcomes, strict=True):
-        expected = oracle.rows(model, np.array(Image.open(photograph).convert("RGB"))).numpy()
+    expected = [oracle.rows(model, tensors).numpy() for tensors in inputs]
+    for index, embedding in enumerate(embeddings):
+        plan, outcome, rows = (of_photographs[index % 2] for of_photographs in (plans, oracle.outcomes, expected))
         assert embedding.plan == plan
-        assert plan.tokens == sum(span.rows for span in plan.spans) == len(expected)
+        assert plan.tokens == sum(span.rows for span in plan.spans) == len(rows)
         assert {dispatch.outcome for dispatch in embedding.dispatches} == {outcome}
         levels = [embedding.main, *embedding.deepstack]
-        for level, reference in zip(levels, np.split(expected, len(levels), axis=1), strict=True):
+        for level, reference in zip(levels, np.split(rows, len(levels), axis=1), strict=True):
             assert_equal_rows(level, reference)
 
 

@@ -20,7 +20,7 @@ from .config import GridConfig, ModelError, read_grid_config
 from .layers import LayerNorm, Linear, Rope, Segments, rotate
 from .processor import BILINEAR, PLAIN, ProcessorClass, ProcessorError, read_channels, read_settings, require
 from .resize import torch_bilinear
-from .tile_tower import TileConfig, TilePatches, TileTower, patch_linear
+from .tile_tower import TileConfig, TileTower, patch_linear
 from .tiles import TilePlanner
 from .weights import TensorSource
 
@@ -75,15 +75,6 @@ class Llama4Config(TileConfig):
         GridConfig.check_heads(self)
 
 
-class BFloat16Patches(TilePatches):
-    """Patches normalised in bfloat16, as the official processor does: whatever the tower's dtype, they are rounded."""
-
-    def normalised(self, pixels: torch.Tensor) -> torch.Tensor:
-        """See TilePatches."""
-        mean, std = (self.mean / 255).bfloat16(), (self.std / 255).bfloat16()
-        return (pixels.bfloat16() * (1 / 255) - mean) / std
-
-
 class Block:
     """Pre-norm residual attention and MLP."""
 
@@ -110,7 +101,6 @@ class Llama4AdapterTower(TileTower):
     """See `base.Tower`. Rows of a tile are its patches, then the class token; embeddings are those of the adapter."""
 
     prefixes: ClassVar[Mapping[str, str]] = {"vision_model.": ""}
-    patches_class = BFloat16Patches
 
     def __init__(
         self, config: Llama4Config, planner: TilePlanner, source: TensorSource, backend: AttentionBackend
@@ -173,6 +163,7 @@ class Llama4AdapterTower(TileTower):
             resize=torch_bilinear,
             mean=read_channels(settings, "image_mean"),
             std=read_channels(settings, "image_std"),
+            bfloat16=True,
             extra_rows=1,
         )
 
