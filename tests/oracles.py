@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 import transformers
 
-from opticnerve_server.models.base import ImageItem
+from opticnerve_server.models.base import ImageItem, VideoItem
 from opticnerve_server.models.presets import PROCESSORS
 from opticnerve_server.types import ItemPlan, PathPlan
 from tiny_models import TINY
@@ -119,6 +119,21 @@ def tiled_media(planner: Any, height: int, width: int, *, seed: int) -> Media:
     tiles = np.empty(plan.pixel_bytes, np.uint8)
     planner.fill_pixels(image, plan, tiles)
     return Media(plan, tiles.reshape(-1, planner.side, planner.side, 3))
+
+
+def media_from(planner: Any, item: ImageItem | VideoItem, media: Any) -> Media:
+    """An image, or the frames of a video that are sampled, as a planner prepares them: frames are flat bytes."""
+    plan = planner.plan(item)
+    pixels = np.empty(plan.pixel_bytes, np.uint8)
+    planner.fill_pixels(media, plan, pixels)
+    return Media(plan, pixels)
+
+
+def planned_media(planner: Any, item: ImageItem | VideoItem, *, seed: int) -> Media:
+    """Noise of a size through any planner."""
+    count = len(planner.plan(item).frame_indices) or 1
+    noise = np.random.default_rng(seed).integers(0, 256, (count, item.height, item.width, 3), dtype=np.uint8)
+    return media_from(planner, item, noise if isinstance(item, VideoItem) else noise[0])
 
 
 def official_patches(architecture: str, directory: Path, media: Media) -> torch.Tensor:
