@@ -57,6 +57,7 @@ PUBLISHED = {
     "gemma-3-27b": (27, 1152, 4304, 5376, 0),
     "llama-4-scout": (34, 1408, 5632, 5120, 0),
     "llama-4-maverick": (34, 1408, 5632, 5120, 0),
+    "kimi-vl-a3b": (27, 1152, 4304, 2048, 0),
 }
 # architecture: (tokens of the largest item, of 336 x 336 pixels, of 32 x 32), from preprocessor_config.json.
 LIMITS = {
