@@ -81,14 +81,21 @@ async def serving(
     ready: bool = True,
     exit_code: int = 0,
     open_model: Callable[[Config], Model] | None = None,
+    engine_class: type[FakeEngine] = FakeEngine,
     channel_options: Sequence[tuple[str, int]] = (),
     **settings: object,
 ) -> AsyncIterator[Harness]:
     """A harness that serves, or with ready=False one that was told nothing yet. At the end every slot is back."""
-    defaults = {"frontends": 1, "preprocess_threads": 2, "max_queue_bytes": 32 << 20, "max_request_bytes": 16 << 20}
+    defaults = {
+        "frontends": 1,
+        "preprocess_threads": 2,
+        "max_queue_bytes": 32 << 20,
+        "max_request_bytes": 16 << 20,
+        "store_bytes": 0,
+    }
     config = Config(model="tiny", **(defaults | settings))  # type: ignore[arg-type]
     control, theirs = messages.socket_pair()
-    with closing(FakeEngine(FakePlanner.layout.width, config.max_queue_bytes)) as engine, control:
+    with closing(engine_class(FakePlanner.layout.width, config.arena_bytes)) as engine, control:
         frontend = Frontend(
             config,
             theirs,
@@ -118,7 +125,7 @@ async def serving(
 def leftover_tasks() -> list[str]:
     """Tasks of the request path that are still alive."""
     names = [getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks()]
-    return [name for name in names if name.startswith(("EncoderService", "Admission", "Preprocessor"))]
+    return [name for name in names if name.startswith(("EncoderService", "Call", "Admission", "Preprocessor"))]
 
 
 async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
@@ -144,10 +151,10 @@ class Gate:
         self.open = threading.Event()
 
     def before(self, function: Callable[..., object]) -> Callable[..., object]:
-        def waiting(*args: object) -> object:
+        def waiting(*args: object, **options: object) -> object:
             self.inside += 1
             assert self.open.wait(10)
-            return function(*args)
+            return function(*args, **options)
 
         return waiting
 

@@ -22,6 +22,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers.models.got_ocr2 import image_processing_pil_got_ocr2 as got_ocr2
 
+import deepseek_oracle
 import kimi_oracle
 from oracles import grid_rows
 from tiny_models import TINY
@@ -38,7 +39,7 @@ class Oracle:
 
     `process` makes of an RGB image [height, width, 3] what the official processor returns, and `rows` of that the rows
     float32 [tokens, width]. `patches` means that the server takes what `process` returns, as it takes the image.
-    `budgets` are those to serve with; `outcomes` how all dispatches of cat.png, then those of astronaut.jpg, run then.
+    `budgets` are those to serve with; `outcomes` how the dispatches of cat.png, then those of astronaut.jpg, run then.
     """
 
     process: Callable[[Path, Pixels], Tensors]
@@ -248,6 +249,18 @@ def kimi_rows(directory: Path, inputs: Tensors) -> torch.Tensor:
     return kimi_oracle.rows_of(directory, inputs["pixel_values"], inputs["image_grid_hws"], torch.float32)
 
 
+def deepseek_views(directory: Path, image: Pixels) -> Tensors:
+    settings = json.loads((directory / "preprocessor_config.json").read_text())
+    views = deepseek_oracle.views_of(image, settings["base_size"], settings["image_size"])
+    grid = torch.tensor([views.across, views.down])
+    return {"whole": torch.from_numpy(views.whole.copy()), "crops": torch.from_numpy(views.crops), "grid": grid}
+
+
+def deepseek_rows(directory: Path, inputs: Tensors) -> torch.Tensor:
+    views = deepseek_oracle.Views(inputs["whole"].numpy(), inputs["crops"].numpy(), *inputs["grid"].tolist())
+    return deepseek_oracle.rows_of(directory, [views], torch.float32)
+
+
 GRID_MODELS = (
     "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen2_vl", "glm4v", "glm46v", "glm4v_moe",
 )  # fmt: skip
@@ -260,5 +273,9 @@ ORACLES: dict[str, Oracle] = {
     "internvl_chat": tiles(internvl_chat_tiles, internvl_chat_rows),
     "llama4": tiles(llama4_tiles, llama4_rows),
     "kimi_vl": Oracle(kimi_patches, kimi_rows),
+    # cat.png has six crops, which are more than the four of the larger photograph.
+    "deepseek_ocr": Oracle(
+        deepseek_views, deepseek_rows, "global=20,40 local=36", ("replay eager", "replay"), patches=False
+    ),
 }
 """By architecture."""

@@ -88,6 +88,10 @@ def _color(text: str) -> str:
     return text.lower()
 
 
+def _advertise(text: str) -> str:
+    return text if text == "auto" else address(text)
+
+
 def _model(text: str) -> str:
     if not text:
         raise ValueError("write a directory, or preset:NAME")
@@ -170,6 +174,14 @@ class Config:
         "loopback: reaching out is a decision of the operator.",
         "HOST:PORT",
         default="127.0.0.1:50051",
+    )
+    advertise: str = setting(
+        _advertise,
+        _PORTS,
+        "Address at which others reach this very server; held rows are fetched there.",
+        "listen, with this host's name where that is a wildcard.",
+        "HOST:PORT",
+        default="auto",
     )
     health_listen: str = setting(
         address,
@@ -268,10 +280,26 @@ class Config:
     max_queue_bytes: int = setting(
         _count,
         _LIMITS,
-        "Bytes of encoded media, pixels and rows inside the server; also the size of the shared memory.",
+        "Bytes of encoded media, pixels and rows inside the server; shared memory of that size is reserved.",
         "about 300 1080p images with their rows.",
         "BYTES",
         default=4 << 30,
+    )
+    store_bytes: int = setting(
+        integer(0),
+        _LIMITS,
+        "Bytes of rows kept for callers with the same media, in shared memory beside the queue's; 0 keeps none.",
+        "about 500 1080p images.",
+        "BYTES",
+        default=4 << 30,
+    )
+    max_lease: float = setting(
+        seconds,
+        _LIMITS,
+        "Seconds that a lease on rows may last.",
+        "longer than any prompt waits for its decoder.",
+        "S",
+        default=600.0,
     )
     max_image_pixels: int = setting(
         _count,
@@ -347,6 +375,11 @@ class Config:
                         f"budget {levels[-1]} of token_budgets{path and f' (path {path})'} is over max_token_budget = "
                         f"{self.max_token_budget}: drop the budget or raise the cap"
                     )
+
+    @property
+    def arena_bytes(self) -> int:
+        """Size of the shared memory."""
+        return self.max_queue_bytes + self.store_bytes
 
     def token_cap(self, device: str) -> int | None:
         """The largest automatic budget in units on a device ("cpu" or a CUDA one); None: the largest item."""

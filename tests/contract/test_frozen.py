@@ -37,6 +37,9 @@ SETTINGS = {
     "max_queue_items": ("--max-queue-items", "OPTICNERVE_MAX_QUEUE_ITEMS"),
     "max_queue_tokens": ("--max-queue-tokens", "OPTICNERVE_MAX_QUEUE_TOKENS"),
     "max_queue_bytes": ("--max-queue-bytes", "OPTICNERVE_MAX_QUEUE_BYTES"),
+    "store_bytes": ("--store-bytes", "OPTICNERVE_STORE_BYTES"),
+    "max_lease": ("--max-lease", "OPTICNERVE_MAX_LEASE"),
+    "advertise": ("--advertise", "OPTICNERVE_ADVERTISE"),
     "max_image_pixels": ("--max-image-pixels", "OPTICNERVE_MAX_IMAGE_PIXELS"),
     "max_video_frames": ("--max-video-frames", "OPTICNERVE_MAX_VIDEO_FRAMES"),
     "max_video_seconds": ("--max-video-seconds", "OPTICNERVE_MAX_VIDEO_SECONDS"),
@@ -54,6 +57,7 @@ NEGATED = ("--no-graphs", "--no-projector")
 COMMANDS = {
     "serve": {"--config", "--print-config", *NEGATED},
     "check": {"--config", "--json", *NEGATED},
+    "soak": {"--config", "--calls", "--minutes", "--concurrency", "--seed", *NEGATED},
     "make-checkpoint": {"--arch", "--out", "--seed"},
 }
 """The flags of each command beside those of the settings."""
@@ -68,6 +72,11 @@ METRICS = {
     "opticnerve_queue_bytes": ("gauge", ()),
     "opticnerve_inflight_items": ("gauge", ()),
     "opticnerve_rejected": ("counter", ("reason",)),
+    "opticnerve_store_lookups": ("counter", ("result",)),
+    "opticnerve_store_items": ("gauge", ()),
+    "opticnerve_store_bytes": ("gauge", ()),
+    "opticnerve_store_leased_bytes": ("gauge", ()),
+    "opticnerve_store_evictions": ("counter", ()),
     "opticnerve_batch_items": ("histogram", ()),
     "opticnerve_batch_tokens": ("histogram", ()),
     "opticnerve_dispatches": ("counter", ("path", "outcome", "reason")),
@@ -135,6 +144,7 @@ def test_metric_label_values() -> None:
     assert [*metrics.Result] == ["ok", "invalid", "failed", "cancelled", "expired"]
     assert [*metrics.Stage] == ["admit", "preprocess", "queue", "execute", "copy", "stream"]
     assert [*metrics.Rejection] == ["queue_full", "too_large", "draining", "loading", "auth"]
+    assert [*metrics.Lookup] == ["hit", "shared", "miss"]
     assert [*metrics.TokenKind] == ["useful", "padding"]
     assert [*Outcome] == ["hit", "miss"]
     assert [*Reason] == [

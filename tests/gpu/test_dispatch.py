@@ -1,6 +1,6 @@
 """Graphs, copies and streams: overlapping batches, poison on whatever is given back, every budget of every path.
 
-On a real device all architectures, and on the recorder that stands for CUDA two of them with small budgets.
+On a real device all architectures, and on the recorder that stands for CUDA one of each kind with small budgets.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from opticnerve_server.types import Capacity, Outcome
 SIZES = [(224, 224), (336, 336), (64, 2000), (672, 448), (100, 100), (1000, 1400), (333, 500), (28, 28), (800, 800)]
 SMALL = [(224, 224), (100, 100), (28, 28), (200, 300)]
 
-CASES = [("cpu", "qwen2_5_vl"), ("cpu", "internvl"), *map(on_cuda, registry.ARCHITECTURES)]
+CASES = [*(("cpu", name) for name in ("qwen2_5_vl", "internvl", "deepseek_ocr")), *map(on_cuda, registry.ARCHITECTURES)]
 Sizes = list[tuple[int, int]]
 
 
@@ -43,7 +43,7 @@ def load(architecture: str, folder: Path, device: str, dtype: str = "bfloat16") 
     loaded = registry.build_tower(
         source, planner, load_format="safetensors", device=device, dtype=dtype, attention_backend="auto"
     )
-    cap = 5120 if (device, dtype) == ("cuda", "bfloat16") else 512
+    cap = 128 if device == "cpu" else 5120 if dtype == "bfloat16" else 512
     capacities = plan_capacities(
         planner.paths, explicit={}, cap=cap, max_items=None, launches_by_segments=loaded.launches_by_segments
     )

@@ -41,7 +41,7 @@ def test_photographs_become_the_rows_of_the_official_code(architecture: str, tmp
         plan, outcome, rows = (of_photographs[index % 2] for of_photographs in (plans, oracle.outcomes, expected))
         assert embedding.plan == plan
         assert plan.tokens == sum(span.rows for span in plan.spans) == len(rows)
-        assert {dispatch.outcome for dispatch in embedding.dispatches} == {outcome}
+        assert {dispatch.outcome for dispatch in embedding.dispatches} == set(outcome.split())
         levels = [embedding.main, *embedding.deepstack]
         for level, reference in zip(levels, np.split(rows, len(levels), axis=1), strict=True):
             assert_equal_rows(level, reference)

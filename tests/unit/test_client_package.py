@@ -19,11 +19,13 @@ def test_public_names_are_pinned() -> None:
     assert opticnerve.__all__ == [
         "AsyncClient",
         "Client",
+        "Digest",
         "Dispatch",
         "Embedding",
         "FileSource",
         "Frames",
         "Grid",
+        "Held",
         "ImageSource",
         "ItemPlan",
         "MediaSource",

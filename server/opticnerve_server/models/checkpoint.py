@@ -94,8 +94,19 @@ _VISION["llama4"] = {
     "projector_output_dim": 80,
 }
 
+_VISION["deepseek_ocr"] = {
+    "image_size": 256,
+    "width": {
+        "sam_vit_b": {
+            "width": 64, "layers": 3, "heads": 4, "global_attn_indexes": [1], "downsample_channels": [80, 96],
+        },
+        "clip-l-14-224": {"width": 96, "layers": 2, "heads": 4, "image_size": 56, "patch_size": 14},
+    },
+}  # fmt: skip
+
 _SETTINGS: dict[str, dict[str, Any]] = {
     "gemma3": {"mm_tokens_per_image": 4},
+    "deepseek_ocr": {"projector_config": {"projector_type": "linear", "n_embed": 128}},
     "internvl_chat": {**PROCESSORS["internvl_chat"], "ps_version": "v2", "llm_config": {"hidden_size": 128}},
 }
 """What else config.json says, by architecture."""
@@ -104,6 +115,7 @@ _TILES: dict[str, dict[str, Any]] = {
     "gemma3": {"size": {"height": 112, "width": 112}},
     "internvl": {"size": {"height": 56, "width": 56}},
     "llama4": {"size": {"height": 56, "width": 56}},
+    "deepseek_ocr": {"base_size": 256, "image_size": 192},
 }
 """Changes to the published processors: those of tiles, which would make the small towers slow, are smaller."""
 
