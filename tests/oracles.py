@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 import transformers
 
-from opticnerve_server.models.base import ImageItem
+from opticnerve_server.models.base import ImageItem, VideoItem
 from opticnerve_server.models.presets import PROCESSORS
 from opticnerve_server.types import ItemPlan, PathPlan
 from tiny_models import TINY
@@ -121,6 +121,21 @@ def tiled_media(planner: Any, height: int, width: int, *, seed: int) -> Media:
     return Media(plan, tiles.reshape(-1, planner.side, planner.side, 3))
 
 
+def media_from(planner: Any, item: ImageItem | VideoItem, media: Any) -> Media:
+    """An image, or the frames of a video that are sampled, as a planner prepares them: frames are flat bytes."""
+    plan = planner.plan(item)
+    pixels = np.empty(plan.pixel_bytes, np.uint8)
+    planner.fill_pixels(media, plan, pixels)
+    return Media(plan, pixels)
+
+
+def planned_media(planner: Any, item: ImageItem | VideoItem, *, seed: int) -> Media:
+    """Noise of a size through any planner."""
+    count = len(planner.plan(item).frame_indices) or 1
+    noise = np.random.default_rng(seed).integers(0, 256, (count, item.height, item.width, 3), dtype=np.uint8)
+    return media_from(planner, item, noise if isinstance(item, VideoItem) else noise[0])
+
+
 def official_patches(architecture: str, directory: Path, media: Media) -> torch.Tensor:
     """`pixel_values` float32 [rows, 3 x temporal_patch x patch x patch] by the official processor.
 
@@ -145,12 +160,18 @@ def oracle_rows(model: Any, directory: Path, batch: Sequence[Media]) -> torch.Te
     architecture = model.config.model_type
     if TINY[architecture].side:
         return _tile_rows(model, directory, batch)
-    inner = model.model
     if architecture == "gemma4":
-        return torch.cat([_gemma4_rows(inner, directory, media) for media in batch])
+        return torch.cat([_gemma4_rows(model.model, directory, media) for media in batch])
+    pixels = torch.cat([official_patches(architecture, directory, media) for media in batch])
+    return grid_rows(model, pixels, torch.tensor([media.plan.grid for media in batch]))
+
+
+@torch.inference_mode()
+def grid_rows(model: Any, pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+    """Rows [tokens, width] of official patches, `grid` being int64 [items, 3]: main, then the DeepStack levels."""
+    architecture, inner = model.config.model_type, model.model
     tower = inner.vision_tower if architecture == "ernie4_5_vl_moe" else inner.visual
-    pixels = torch.cat([official_patches(architecture, directory, media) for media in batch]).to(tower.dtype)
-    grid = torch.tensor([media.plan.grid for media in batch])
+    pixels = pixels.to(tower.dtype)
     if architecture == "ernie4_5_vl_moe":
         rows: torch.Tensor = inner.resampler_model(tower(pixels, grid_thw=grid).last_hidden_state, grid)
         return rows
@@ -164,7 +185,8 @@ def oracle_rows(model: Any, directory: Path, batch: Sequence[Media]) -> torch.Te
 def _tile_rows(model: Any, directory: Path, batch: Sequence[Media]) -> torch.Tensor:
     """Rows of items whose frames are their tiles, each normalised by the official processor."""
     if model.config.model_type == "llama4":
-        return _llama4_rows(model, batch)
+        projected: torch.Tensor = model.multi_modal_projector(llama4_adapter_rows(model, batch))
+        return projected
     tiny = TINY[model.config.model_type]
     tiles = [tile for media in batch for tile in media.frames]
     pixels = tiny.processor.from_pretrained(directory)(tiles, **tiny.as_is, return_tensors="pt").pixel_values
@@ -172,13 +194,17 @@ def _tile_rows(model: Any, directory: Path, batch: Sequence[Media]) -> torch.Ten
     return rows
 
 
-def _llama4_rows(model: Any, batch: Sequence[Media]) -> torch.Tensor:
-    """Tiles are normalised in bfloat16; the tower's own output is that of the adapter."""
+def llama4_pixels(batch: Sequence[Media]) -> torch.Tensor:
+    """`pixel_values` bfloat16 [tiles, 3, side, side]: they are normalised in this format."""
     tiles = torch.from_numpy(np.concatenate([media.frames for media in batch])).permute(0, 3, 1, 2)
-    pixels = (tiles.to(torch.bfloat16) * (1 / 255) - 0.5) / 0.5
-    adapted = model.get_image_features(pixels.to(model.dtype)).last_hidden_state
-    rows: torch.Tensor = model.multi_modal_projector(adapted.flatten(0, 1))
-    return rows
+    return (tiles.to(torch.bfloat16) * (1 / 255) - 0.5) / 0.5
+
+
+@torch.inference_mode()
+def llama4_adapter_rows(model: Any, batch: Sequence[Media]) -> torch.Tensor:
+    """Rows [tokens, projector_output_dim] of the official tower, whose output is that of the adapter."""
+    rows: torch.Tensor = model.get_image_features(llama4_pixels(batch).to(model.dtype)).last_hidden_state
+    return rows.flatten(0, 1)
 
 
 def _gemma4_rows(inner: Any, directory: Path, media: Media) -> torch.Tensor:

@@ -20,8 +20,8 @@ TOLERANCES = {"float32": {"whole": 1e-5, "row": 1e-4}, "bfloat16": {"whole": 2e-
 """By the tower's dtype: largest norm ratio of a difference, of all rows together and of a single one."""
 
 
-def load_tower(directory: Path, dtype: str = "float32", device: str = "cpu") -> Any:
-    source = registry.open_model(str(directory), "safetensors")
+def load_tower(directory: Path, dtype: str = "float32", device: str = "cpu", *, projector: bool = True) -> Any:
+    source = registry.open_model(str(directory), "safetensors", projector=projector)
     return registry.build_tower(
         source,
         registry.build_planner(source),
@@ -37,27 +37,44 @@ def exact_capacity(batch: Sequence[Media]) -> Capacity:
     return Capacity(load.units, load.items, load.segments, load.longest)
 
 
-def poison(tower: Any, capacity: Capacity) -> dict[str, np.ndarray[Any, Any]]:
+def poison(tower: Any, capacity: Capacity, path: str = PATH) -> dict[str, np.ndarray[Any, Any]]:
     """Buffers of a capacity as `fill` finds them: pad values, and pixels full of what must not matter."""
     return {
         name: np.full(spec.shape, 255 if name == PIXELS else spec.pad, spec.dtype)
-        for name, spec in tower.buffers(PATH, capacity).items()
+        for name, spec in tower.buffers(path, capacity).items()
     }
 
 
 @torch.inference_mode()
 def run_tower(tower: Any, batch: Sequence[Media], capacity: Capacity | None = None) -> torch.Tensor:
     """Rows [tokens, width] of a batch, on the CPU; by default in buffers of exactly its size."""
-    capacity = capacity or exact_capacity(batch)
     plans = [media.plan for media in batch]
-    arrays = poison(tower, capacity)
-    tower.fill(PATH, plans, {name: array for name, array in arrays.items() if name != PIXELS})
-    used = np.concatenate([media.frames.ravel() for media in batch])
+    outputs = {path: _run_path(tower, path, batch, capacity) for path in tower.planner.paths}
+    index = tower.gather_index(plans, {path: len(lines) for path, lines in outputs.items()})
+    constant = [] if tower.constant_rows is None else [tower.constant_rows]
+    return torch.cat([*(lines for lines in outputs.values() if len(lines)), *constant]).cpu()[torch.from_numpy(index)]
+
+
+def _run_path(tower: Any, path: str, batch: Sequence[Media], capacity: Capacity | None) -> torch.Tensor:
+    """The lines of one path; none where the batch has nothing on it."""
+    load = Load.of(media.plan.paths[path] for media in batch)
+    if not load.units:
+        return torch.empty(0)
+    capacity = capacity or Capacity(load.units, load.items, load.segments, load.longest)
+    arrays = poison(tower, capacity, path)
+    tower.fill(path, [media.plan for media in batch], {k: array for k, array in arrays.items() if k != PIXELS})
+    used = np.concatenate([_pixels(media, path) for media in batch])
     arrays[PIXELS][: used.size] = used
     buffers = {name: torch.from_numpy(array).to(tower.device) for name, array in arrays.items()}
-    lines = tower.forward(PATH, buffers, capacity)
-    index = torch.from_numpy(tower.gather_index(plans, {PATH: lines.shape[0]})).to(tower.device)
-    return lines.index_select(0, index).cpu()
+    lines: torch.Tensor = tower.forward(path, buffers, capacity)
+    return lines
+
+
+def _pixels(media: Media, path: str) -> np.ndarray[Any, Any]:
+    """The bytes of a path: those of the paths lie one behind another."""
+    paths = media.plan.paths
+    begin = sum(paths[name].pixel_bytes for name in list(paths)[: list(paths).index(path)])
+    return media.frames.ravel()[begin : begin + paths[path].pixel_bytes]
 
 
 def assert_items_independent(tower: Any, batch: Sequence[Media]) -> None:

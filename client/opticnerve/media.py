@@ -72,7 +72,8 @@ class Frames:
 class Patches:
     """One image or one video as the model's official processor returns it: "pixel_values" and "image_grid_thw", or
     "pixel_values_videos" and "video_grid_thw"; of Gemma 4 "image_position_ids" and "video_position_ids" instead of
-    grids. Numpy arrays or torch tensors of float32, bfloat16, uint8 or int64.
+    grids, of Kimi-VL "image_grid_hws", of models of tiles "aspect_ratios" (rows and columns of tiles) or nothing (a
+    video). Numpy arrays or torch tensors of float32, bfloat16, uint8 or int64.
     """
 
     tensors: Mapping[str, np.ndarray[Any, Any] | Tensor]

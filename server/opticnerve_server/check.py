@@ -43,6 +43,7 @@ class Report:
     weights_digest: str
     hidden: int
     deepstack_levels: int
+    projector_applied: bool
     arena_bytes: int
     graph_memory_bytes: int
     paths: list[PathReport]
@@ -80,6 +81,7 @@ def check(config: Config) -> Report:
         weights_digest=loaded.tower.weights_digest,
         hidden=tower.planner.layout.hidden,
         deepstack_levels=tower.planner.layout.deepstack_levels,
+        projector_applied=tower.planner.layout.projector_applied,
         arena_bytes=loaded.graphs.arena_bytes,
         graph_memory_bytes=estimate,
         paths=[_path_report(tower, path, planned, config.graphs) for path, planned in loaded.capacities.items()],

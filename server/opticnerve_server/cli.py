@@ -110,8 +110,9 @@ def _serve(options: argparse.Namespace) -> int:
     _need_extra()
     from .models.registry import open_model
 
-    open_model(resolved.config.model, resolved.config.load_format)  # the cheapest mistakes first, before any port
-    _check_secrets(resolved.config)
+    config = resolved.config
+    open_model(config.model, config.load_format, projector=config.projector)  # the cheapest mistakes before any port
+    _check_secrets(config)
     telemetry.set_up("supervisor")
     for warning in resolved.warnings:
         log.warning("setting ignored", extra={"reason": warning})
@@ -119,7 +120,7 @@ def _serve(options: argparse.Namespace) -> int:
     from .lifecycle import Supervisor
     from .media import CONTRACT
 
-    return Supervisor(resolved.config, CONTRACT).run()
+    return Supervisor(config, CONTRACT).run()
 
 
 def _check(options: argparse.Namespace) -> int:

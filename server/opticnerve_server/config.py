@@ -144,6 +144,14 @@ class Config:
         "NAME",
         default="auto",
     )
+    projector: bool = setting(
+        boolean,
+        _MODEL,
+        "Rows behind the model's projector; --no-projector gives those before it, of Llama 4 alone.",
+        "decoders take these, but that of transformers' Llama 4, which projects rows itself.",
+        "",
+        default=True,
+    )
     modalities: str = setting(
         _modalities,
         _MODEL,

@@ -71,7 +71,7 @@ def open_model(config: Config) -> Model:
     from .models import registry
 
     torch.set_num_threads(1)  # the pool's threads are the parallelism
-    source = registry.open_model(config.model, config.load_format)
+    source = registry.open_model(config.model, config.load_format, projector=config.projector)
     return Model(source.name, registry.build_planner(source))
 
 

@@ -34,13 +34,19 @@ TENSOR_DTYPES = {
 }
 """The formats of NamedTensor."""
 
-PATCH_TENSORS = {
+PATCH_TENSORS: dict[tuple[str, ...], str] = {
     ("pixel_values", "image_grid_thw"): "image",
     ("pixel_values_videos", "video_grid_thw"): "video",
     ("pixel_values", "image_position_ids"): "image",
     ("pixel_values_videos", "video_position_ids"): "video",
+    ("pixel_values", "image_grid_hws"): "image",
+    ("pixel_values", "aspect_ratios"): "image",
+    ("pixel_values_videos",): "video",
 }
-"""What official processors call patches and their grid, or their positions in it; and the kind of the item."""
+"""What official processors call patches or tiles, and where they belong; and the kind of the item."""
+
+UNPLACED = {"num_patches", "num_crops"}
+"""What official processors call a number of tiles, which leaves open how many rows and columns they are."""
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -179,7 +185,7 @@ class Patches:
     """What the model's official processor made of an image or a video."""
 
     kind: str  # "image" or "video"
-    grid: tuple[int, int, int]
+    grid: tuple[int, int, int]  # frames or groups of them, rows, columns: of patches, or of tiles
     pixels: pb.NamedTensor
 
     @classmethod
@@ -189,13 +195,19 @@ class Patches:
         names = next((names for names in PATCH_TENSORS if tensors.keys() == set(names)), None)
         if names is None or len(tensors) != len(message.tensors):
             found = ", ".join(tensor.name for tensor in message.tensors) or "none"
+            if unplaced := UNPLACED & tensors.keys():
+                raise invalid(
+                    f"{unplaced.pop()} counts tiles, the plan has their rows and columns: send these as aspect_ratios, "
+                    "int64 [1, 2], in its place"
+                )
             wanted = ", or ".join(" and ".join(names) for names in PATCH_TENSORS)
             raise invalid(f"the tensors are {found}: send {wanted}, as the model's processor returns them")
         check_modality(PATCH_TENSORS[names], config)
-        pixels, places = (_array(tensors[name]) for name in names)
+        pixels, *places = (_array(tensors[name]) for name in names)
         if pixels.dtype == np.int64:
             raise invalid(f"{names[0]} is int64: send float32, bfloat16, or uint8 pixel values")
-        return cls(PATCH_TENSORS[names], _grid(names[1], places, pixels.shape), tensors[names[0]])
+        grid = _grid(names[1], places[0], pixels.shape) if places else _frames(names[0], pixels.shape)
+        return cls(PATCH_TENSORS[names], grid, tensors[names[0]])
 
     def plan(self, planner: Planner, config: Config) -> ItemPlan:
         """See Media."""
@@ -209,19 +221,30 @@ class Patches:
 
 
 def _grid(name: str, places: npt.NDArray[np.generic], patches: tuple[int, ...]) -> tuple[int, int, int]:
-    """What a tensor says of the grid of patches of this shape."""
+    """What a tensor says of the grid of patches, or of tiles, of this shape."""
     given = f"{name} is {places.dtype} {list(places.shape)}"
-    if name.endswith("_grid_thw"):
-        if places.dtype != np.int64 or places.shape not in ((3,), (1, 3)):
-            raise invalid(f"{given}, must be int64 [3] or [1, 3]: send each image or video as an item of its own")
-        t, h, w = places.reshape(3).tolist()
-        return (t, h, w)
+    if not name.endswith("_position_ids"):
+        axes = 3 if name.endswith("_thw") else 2
+        if places.dtype != np.int64 or places.shape not in ((axes,), (1, axes)):
+            raise invalid(f"{given}, must be int64 [{axes}] or [1, {axes}]: send each image or video as one item")
+        *t, h, w = places.ravel().tolist()
+        return (t[0] if t else 1, h, w)
     if places.dtype != np.int64 or len(patches) != 3 or places.shape != (*patches[:2], 2):
         raise invalid(
             f"{given} for patches of shape {list(patches)}, must be int64 [frames, patches, 2] for [frames, patches, "
             "values]: send what the model's own processor returns for one item"
         )
     return grid_of(places.astype(np.int64, copy=False))
+
+
+def _frames(name: str, tiles: tuple[int, ...]) -> tuple[int, int, int]:
+    """Of a video's tiles, which have no tensor beside them: one a frame."""
+    if len(tiles) != 5 or tiles[0] != 1:
+        raise invalid(
+            f"{name} is of shape {list(tiles)}: alone it must be the tiles of one video, [1, frames, 3, side, side]; "
+            "patches of a grid go with video_grid_thw or video_position_ids"
+        )
+    return (tiles[1], 1, 1)
 
 
 def read_header_size(header: bytes, config: Config) -> tuple[int, int]:

@@ -37,7 +37,7 @@ class Loaded:
 
 def load(config: Config) -> Loaded:
     """Read the model with its weights, plan budgets, lay out buffers. Raises ConfigError or ModelError."""
-    source = registry.open_model(config.model, config.load_format)
+    source = registry.open_model(config.model, config.load_format, projector=config.projector)
     planner = registry.build_planner(source)
     try:
         tower = registry.build_tower(

@@ -20,6 +20,7 @@ SETTINGS = {
     "device": ("--device", "OPTICNERVE_DEVICE"),
     "dtype": ("--dtype", "OPTICNERVE_DTYPE"),
     "attention_backend": ("--attention-backend", "OPTICNERVE_ATTENTION_BACKEND"),
+    "projector": ("--projector", "OPTICNERVE_PROJECTOR"),
     "modalities": ("--modalities", "OPTICNERVE_MODALITIES"),
     "alpha_background": ("--alpha-background", "OPTICNERVE_ALPHA_BACKGROUND"),
     "listen": ("--listen", "OPTICNERVE_LISTEN"),
@@ -57,10 +58,13 @@ SETTINGS = {
 }
 """By file key."""
 
+NEGATED = ("--no-graphs", "--no-projector", "--no-reflection")
+"""Flags that turn a setting off."""
+
 COMMANDS = {
-    "serve": {"--config", "--print-config", "--no-graphs", "--no-reflection"},
-    "check": {"--config", "--json", "--no-graphs", "--no-reflection"},
-    "soak": {"--config", "--no-graphs", "--no-reflection", "--calls", "--minutes", "--concurrency", "--seed"},
+    "serve": {"--config", "--print-config", *NEGATED},
+    "check": {"--config", "--json", *NEGATED},
+    "soak": {"--config", "--calls", "--minutes", "--concurrency", "--seed", *NEGATED},
     "make-checkpoint": {"--arch", "--out", "--seed"},
 }
 """The flags of each command beside those of the settings."""
@@ -110,11 +114,11 @@ def test_flags_of_a_command(command: str, capsys: pytest.CaptureFixture[str]) ->
         cli.main([command, "--help"])
     assert exit.value.code == 0
     shown = capsys.readouterr().out
-    expected = COMMANDS[command] - {"--no-graphs", "--no-reflection"}
+    expected = set(COMMANDS[command])
     if command != "make-checkpoint":
         expected |= {flag for flag, _ in SETTINGS.values()}
     found = {word.strip(",[]") for word in shown.split() if word.startswith(("--", "[--"))}
-    assert found - {"--help", "--no-graphs", "--no-reflection"} == expected
+    assert found - {"--help"} == expected
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""DeepSeek-OCR against the same tower in transformers, assembled as the model's own code does."""
+"""DeepSeek-OCR against the same tower in transformers (`deepseek_oracle.py`)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageOps
 from safetensors.torch import save_file
-from transformers.models.unlimited_ocr.configuration_unlimited_ocr import UnlimitedOcrVisionConfig
-from transformers.models.unlimited_ocr.modeling_unlimited_ocr import UnlimitedOcrVisionModel
 
+import deepseek_oracle
+from deepseek_oracle import grid_of, published, rows_of, views_of
 from image_sizes import sizes
 from opticnerve_server.bench.inprocess import InProcessEngine
 from opticnerve_server.graphs import GraphManager, plan_capacities
@@ -34,21 +33,29 @@ SMALL = (100, 150)
 """No side is longer than a crop."""
 
 
-def official_config() -> Any:
-    sam = {
-        "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "mlp_dim": 128, "output_channels": 256,
-        "global_attn_indexes": [0, 2], "downsample_channels": [40, 48], "image_size": WHOLE,
-    }  # fmt: skip
-    encoder = {"hidden_size": 48, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
-    encoder |= {"image_size": 42, "patch_size": 14}  # a table of 3 x 3: that of the crops, not that of the whole view
-    return UnlimitedOcrVisionConfig(sam_config=sam, encoder_config=encoder)
+CONFIG = {
+    "architectures": ["DeepseekOCRForCausalLM"],
+    "model_type": "deepseek_vl_v2",
+    "projector_config": {"projector_type": "linear", "input_dim": 96, "n_embed": OUT},
+    "vision_config": {
+        "image_size": WHOLE,
+        "mlp_ratio": 3.7362,
+        "width": {
+            "sam_vit_b": {
+                "width": 32, "layers": 3, "heads": 4, "global_attn_indexes": [0, 2], "downsample_channels": [40, 48],
+            },
+            # A table of 3 x 3: that of the crops, not that of the whole view.
+            "clip-l-14-224": {"width": 48, "layers": 2, "heads": 4, "image_size": 42, "patch_size": 14},
+        },
+    },
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The official tower with random weights, as the published file has them."""
     directory = tmp_path_factory.mktemp("deepseek_ocr")
-    model = UnlimitedOcrVisionModel(official_config())
+    model = deepseek_oracle.build(CONFIG["vision_config"])
     randomise(model, seed=3)
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     generator = torch.Generator().manual_seed(4)
@@ -56,7 +63,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         weights[name] = torch.randn(shape, generator=generator) / math.sqrt(shape[-1])
     for name in ("image_newline", "view_seperator"):
         weights[name] = torch.randn(OUT, generator=generator)
-    torch.save(weights, directory / "oracle.pt")
     stored = {f"model.{published(name)}": tensor for name, tensor in weights.items() if ".k_proj." not in name}
     for name in [name for name in weights if ".q_proj." in name]:
         parts = [weights[name.replace(".q_proj.", f".{part}_proj.")] for part in "qkv"]
@@ -65,91 +71,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     stored["model.vision_model.embeddings.patch_embedding.weight"] = torch.zeros(48, 3, 14, 14)
     stored["model.embed_tokens.weight"] = torch.zeros(8, OUT)
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
-    sam = {"width": 32, "layers": 3, "heads": 4, "global_attn_indexes": [0, 2], "downsample_channels": [40, 48]}
-    clip = {"width": 48, "layers": 2, "heads": 4, "image_size": 42, "patch_size": 14}
-    config = {
-        "architectures": ["DeepseekOCRForCausalLM"],
-        "model_type": "deepseek_vl_v2",
-        "projector_config": {"projector_type": "linear", "input_dim": 96, "n_embed": OUT},
-        "vision_config": {"image_size": WHOLE, "mlp_ratio": 3.7362, "width": {"sam_vit_b": sam, "clip-l-14-224": clip}},
-    }
-    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "config.json").write_text(json.dumps(CONFIG))
     (directory / "preprocessor_config.json").write_text(json.dumps(SETTINGS))
     return directory
-
-
-def published(name: str) -> str:
-    for old, new in (
-        ("sam_encoder.layers.", "sam_model.blocks."), ("sam_encoder.", "sam_model."), (".layer_norm1.", ".norm1."),
-        (".layer_norm2.", ".norm2."), ("patch_embed.projection.", "patch_embed.proj."), ("neck.conv1.", "neck.0."),
-        ("neck.norm1.", "neck.1."), ("neck.conv2.", "neck.2."), ("neck.norm2.", "neck.3."),
-        ("sam_model.proj.conv1.", "sam_model.net_2."), ("sam_model.proj.conv2.", "sam_model.net_3."),
-    ):  # fmt: skip
-        name = name.replace(old, new) if name.startswith(("sam_encoder", "sam_model")) else name
-    name = name.replace("projector.", "projector.layers.").replace(".q_proj.", ".qkv_proj.")
-    return name.replace("vision_encoder.", "vision_model.").replace(".encoder.layers.", ".transformer.layers.")
 
 
 def picture(height: int, width: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
 
 
-def official_grid(height: int, width: int, most: int, side: int) -> tuple[int, int]:
-    """The rule of the model's code: columns and rows, (1, 1) for an image without crops."""
-    if width <= side and height <= side:
-        return 1, 1
-    sides = range(1, most + 1)
-    candidates = {(i, j) for i in sides for j in sides if 2 <= i * j <= most}
-    found, nearest = (1, 1), float("inf")
-    for i, j in sorted(candidates, key=lambda pair: pair[0] * pair[1]):
-        off = abs(width / height - i / j)
-        if off < nearest:
-            nearest, found = off, (i, j)
-        elif off == nearest and width * height > 0.5 * side * side * i * j:
-            found = (i, j)
-    return found
-
-
-def official_views(pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
-    """The whole view, the crops, and how many there are across and down, by Pillow as in the model's code."""
-    image = Image.fromarray(pixels)
-    whole = np.asarray(ImageOps.pad(image, (WHOLE, WHOLE), color=(127, 127, 127)))
-    across, down = official_grid(*pixels.shape[:2], 6, CROP)
-    crops = []
-    if (across, down) != (1, 1):
-        resized = image.resize((CROP * across, CROP * down))
-        for n in range(across * down):
-            left, top = n % across * CROP, n // across * CROP
-            crops.append(np.asarray(resized.crop((left, top, left + CROP, top + CROP))))
-    return whole, np.array(crops, np.uint8).reshape(-1, CROP, CROP, 3), (across, down)
-
-
-@torch.inference_mode()
 def expected_rows(checkpoint: Path, images: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
-    weights = {name: tensor.to(dtype) for name, tensor in torch.load(checkpoint / "oracle.pt").items()}
-    model = UnlimitedOcrVisionModel(official_config()).to(dtype).eval()
-    model.load_state_dict({k: v for k, v in weights.items() if k.startswith(("sam_encoder", "vision_encoder"))})
-
-    def features(views: np.ndarray) -> torch.Tensor:
-        values = ((torch.from_numpy(views.copy()).permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.5).to(dtype)
-        seen = model(values).last_hidden_state
-        return torch.nn.functional.linear(seen, weights["projector.weight"], weights["projector.bias"])
-
-    rows = []
-    newline, separator = weights["image_newline"], weights["view_seperator"]
-    for image in images:
-        whole, crops, (across, down) = official_views(image)
-        if len(crops):
-            local = features(crops)
-            side = math.isqrt(local.shape[1])
-            local = local.view(down, across, side, side, -1).permute(0, 2, 1, 3, 4)
-            local = local.reshape(down * side, across * side, -1)
-            rows.append(torch.cat([local, newline.expand(down * side, 1, -1)], dim=1).flatten(0, 1))
-        seen = features(whole[None])[0]
-        side = math.isqrt(len(seen))
-        rows.append(torch.cat([seen.view(side, side, -1), newline.expand(side, 1, -1)], dim=1).flatten(0, 1))
-        rows.append(separator[None])
-    return torch.cat(rows)
+    return rows_of(checkpoint, [views_of(image, WHOLE, CROP) for image in images], dtype)
 
 
 IMAGES = [picture(*SMALL), picture(400, 300, 1), picture(200, 1000, 2), picture(193, 192, 3)]
@@ -236,7 +168,7 @@ def test_plans_follow_the_official_rule(most: int) -> None:
     assert len(tried) >= 2000
     for height, width in tried:
         plan = planner.plan(ImageItem(height, width))
-        across, down = official_grid(height, width, most, 640)
+        across, down = grid_of(height, width, most, 640)
         tiled = (across, down) != (1, 1)
         assert planner.crops_of(plan) == ((down, across) if tiled else (0, 0)), (height, width)
         assert plan.tokens == 273 + tiled * (10 * down) * (10 * across + 1)
@@ -249,10 +181,9 @@ def test_pixels_are_those_of_pillow(checkpoint: Path, size: tuple[int, int]) -> 
     plan = planner.plan(ImageItem(*size))
     out = np.full(plan.pixel_bytes, 7, np.uint8)
     planner.fill_pixels(image, plan, out)
-    whole, crops, _ = official_views(image)
-    end = plan.paths[GLOBAL].pixel_bytes
-    assert np.array_equal(out[:end], whole.reshape(-1))
-    assert np.array_equal(out[end:], crops.reshape(-1))
+    views, end = views_of(image, WHOLE, CROP), plan.paths[GLOBAL].pixel_bytes
+    assert np.array_equal(out[:end], views.whole.reshape(-1))
+    assert np.array_equal(out[end:], views.crops.reshape(-1))
 
 
 def test_without_a_processor_file_it_is_that_of_the_code(checkpoint: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every architecture of grids through the graph manager, on the recorder that stands for CUDA where there is none."""
+"""Every architecture of grids through the graph manager, on the recorder that stands for CUDA, and on CUDA itself."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from devices import on_cuda
 from opticnerve_server.graphs import GraphManager, plan_capacities
 from opticnerve_server.models.base import PIXELS, ImageItem
 from opticnerve_server.models.checkpoint import write_checkpoint
@@ -26,10 +27,10 @@ def architecture(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
-def graphs(architecture: str, tmp_path: Path) -> GraphManager:
+@pytest.fixture(params=["cpu", on_cuda()])
+def graphs(request: pytest.FixtureRequest, architecture: str, tmp_path: Path) -> GraphManager:
     write_checkpoint(architecture, tmp_path)
-    tower = load_tower(tmp_path)
+    tower = load_tower(tmp_path, device=request.param)
     graphs = GraphManager(
         tower,
         plan_capacities(
@@ -80,7 +81,7 @@ def replay(graphs: GraphManager, batch: list[Media]) -> tuple[Capacity, torch.Te
     graph.buffers[PIXELS][: pixels.size].copy_(torch.from_numpy(pixels))
     graph.replay()
     index = torch.from_numpy(graphs.tower.gather_index(plans, {PATH: graph.lines}))
-    return graph.capacity, graphs.output(PATH, graph.lines)[index]
+    return graph.capacity, graphs.output(PATH, graph.lines).cpu()[index]
 
 
 @torch.inference_mode()

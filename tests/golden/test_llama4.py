@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from opticnerve_server.models.checkpoint import write_checkpoint
 from opticnerve_server.models.registry import ModelError
-from oracles import Media, load_model, oracle_rows, save_model, tiled_media
+from opticnerve_server.types import Layout
+from oracles import Media, llama4_adapter_rows, llama4_pixels, load_model, oracle_rows, save_model, tiled_media
 from towers import assert_close, assert_items_independent, assert_padding_harmless, load_tower, run_tower
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -41,7 +43,38 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def test_equals_transformers(checkpoint: Path, dtype: str) -> None:
     model, tower = load_model(checkpoint, getattr(torch, dtype)), load_tower(checkpoint, dtype)
     batch = batch_of(tower, SIZES)
+    assert tower.planner.layout == Layout(model.config.text_config.hidden_size, 0)
     assert_close(run_tower(tower, batch), oracle_rows(model, checkpoint, batch), tower)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_before_the_projector_equal_transformers(checkpoint: Path, dtype: str) -> None:
+    model, tower = load_model(checkpoint, getattr(torch, dtype)), load_tower(checkpoint, dtype, projector=False)
+    batch = batch_of(tower, SIZES)
+    assert tower.planner.layout == Layout(20, 0, projector_applied=False)
+    assert_close(run_tower(tower, batch), llama4_adapter_rows(model, batch), tower)
+
+
+@torch.inference_mode()
+def test_the_official_decoder_takes_the_rows_before_the_projector(checkpoint: Path) -> None:
+    """Its logits are those from pixels."""
+    model, tower = load_model(checkpoint), load_tower(checkpoint, projector=False)
+    # transformers 5.24 looks for the tower's outputs among the language model's, where none has them.
+    model.language_model.register_forward_hook(lambda module, inputs, outputs: setattr(outputs, "image_outputs", None))
+    batch = batch_of(tower, [(300, 100), (56, 56)])
+    tokens = sum(media.plan.tokens for media in batch)
+    ids = torch.tensor([[1, 5, *[model.config.image_token_id] * tokens, 7, 9]])
+    outputs = {"image": BaseModelOutputWithPooling(last_hidden_state=run_tower(tower, batch))}
+    found, expected, other = (
+        model(input_ids=ids, **media).logits
+        for media in (
+            {"mm_encoder_outputs": outputs},
+            {"pixel_values": llama4_pixels(batch).float()},
+            {"pixel_values": llama4_pixels(batch[::-1]).float()},
+        )
+    )
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(found, other, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,4 +1,4 @@
-"""Every architecture of tiles through the graph manager and the dispatcher, on the recorder that stands for CUDA."""
+"""Every architecture of tiles through the graph manager and the dispatcher, on the recorder and on CUDA."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from devices import on_cuda
 from opticnerve_server.bench.inprocess import InProcessEngine
 from opticnerve_server.graphs import GraphManager, plan_capacities
 from opticnerve_server.models.checkpoint import write_checkpoint
@@ -21,10 +22,15 @@ BUDGETS = (1, 3, 8)
 """In tiles."""
 
 
+@pytest.fixture(params=["cpu", on_cuda()])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(params=TILES)
-def graphs(request: pytest.FixtureRequest, tmp_path: Path) -> GraphManager:
+def graphs(request: pytest.FixtureRequest, device: str, tmp_path: Path) -> GraphManager:
     write_checkpoint(request.param, tmp_path)
-    tower = load_tower(tmp_path)
+    tower = load_tower(tmp_path, device=device)
     paths = tower.planner.paths
     tokens = tuple(tiles * paths[PATH].tokens_per_unit for tiles in BUDGETS)
     planned = plan_capacities(paths, explicit={"": tokens}, cap=None, max_items=None, launches_by_segments=False)

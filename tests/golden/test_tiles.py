@@ -14,8 +14,8 @@ from golden.make_pixels import synthetic_image
 from golden.make_tiles import FILE, PICTURES, SETTINGS, SIDE, all_sizes
 from opticnerve_server.models import registry
 from opticnerve_server.models.base import ImageItem
-from opticnerve_server.models.llama4 import BFloat16Patches
 from opticnerve_server.models.presets import PRESETS, PROCESSORS
+from opticnerve_server.models.tile_tower import BFloat16Patches
 from opticnerve_server.models.tiles import TilePlanner
 from opticnerve_server.types import Span
 

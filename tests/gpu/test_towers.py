@@ -1,72 +1,55 @@
-"""Towers on CUDA against transformers on the CPU, and captured against themselves."""
+"""Every tower on CUDA: photographs against the official code, batches with videos against the same tower on a CPU.
+
+What runs on a CPU too keeps the rest from rusting; `tests/golden` says more of it.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from opticnerve_server.models.base import PIXELS
-from opticnerve_server.types import Capacity
-from oracles import Media, load_model, media_for, oracle_rows, save_model
-from tiny_models import TINY
-from towers import PATH, assert_close, exact_capacity, load_tower, poison, run_tower
+from devices import on_cuda
+from golden.make_pixels import synthetic_image
+from opticnerve_server.models import registry
+from opticnerve_server.models.base import ImageItem, VideoItem
+from opticnerve_server.models.checkpoint import write_checkpoint
+from oracles import media_from, planned_media
+from photo_oracles import ORACLES
+from towers import assert_close, load_tower, run_tower
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+SIZE = (200, 300)
+"""Height and width of an image that every oracle takes."""
 
-ARCHITECTURES = ("qwen3_vl", "qwen2_5_vl", "qwen2_vl", "glm4v", "ernie4_5_vl_moe", "gemma4")
-TOKENS = [(1, 2, 3), (1, 5, 1), (1, 1, 17), (1, 8, 8), (4, 2, 3), (1, 9, 11), (1, 1, 1)]
-"""Groups, and rows and columns of tokens."""
+BATCH = [
+    ImageItem(200, 300), VideoItem(32, 8.0, 60, 90), ImageItem(28, 28), ImageItem(64, 640), VideoItem(35, 9.0, 90, 60),
+    ImageItem(300, 100),
+]  # fmt: skip
+ARCHITECTURES = registry.ARCHITECTURES
+CASES = [
+    ("cpu", "qwen2_5_vl", "float32"),
+    *(on_cuda(architecture, dtype) for architecture in ARCHITECTURES for dtype in ("float32", "bfloat16")),
+]
 
 
-def batch_of(architecture: str, tokens: list[tuple[int, int, int]]) -> list[Media]:
-    side = TINY[architecture].merge
-    return [media_for(architecture, t, h * side, w * side, seed=i) for i, (t, h, w) in enumerate(tokens)]
+@pytest.mark.parametrize(
+    ("device", "architecture"), [*(("cpu", name) for name in ARCHITECTURES), *map(on_cuda, ARCHITECTURES)]
+)
+def test_equals_the_official_code(device: str, architecture: str, tmp_path: Path) -> None:
+    write_checkpoint(architecture, tmp_path)
+    oracle, image = ORACLES[architecture], synthetic_image(*SIZE)
+    tower = load_tower(tmp_path, "float32", device)
+    rows = run_tower(tower, [media_from(tower.planner, ImageItem(*SIZE), image)])
+    assert_close(rows, oracle.rows(tmp_path, oracle.process(tmp_path, image)), tower)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_equals_transformers(architecture: str, dtype: str, tmp_path: Path) -> None:
-    save_model(architecture, tmp_path)
-    batch, tower = batch_of(architecture, TOKENS), load_tower(tmp_path, dtype, "cuda")
-    expected = oracle_rows(load_model(tmp_path, getattr(torch, dtype)), tmp_path, batch)
+@pytest.mark.parametrize(("device", "architecture", "dtype"), CASES)
+def test_equals_the_tower_on_a_cpu(device: str, architecture: str, dtype: str, tmp_path: Path) -> None:
+    write_checkpoint(architecture, tmp_path)
+    tower: Any = load_tower(tmp_path, dtype, device)
+    kinds = [item for item in BATCH if isinstance(item, ImageItem) or "video" in tower.planner.modalities]
+    batch = [planned_media(tower.planner, item, seed=seed) for seed, item in enumerate(kinds)]
+    expected = torch.cat([run_tower(load_tower(tmp_path, dtype), [media]) for media in batch])
     assert_close(run_tower(tower, batch), expected, tower)
-    exact = exact_capacity(batch)
-    padded = Capacity(exact.units + 77, exact.items, exact.segments + 20, exact.longest + 50)
-    assert_close(run_tower(tower, batch, padded), expected, tower)
-
-
-def stage(tower: Any, batch: list[Media], capacity: Capacity, static: dict[str, torch.Tensor]) -> None:
-    arrays = poison(tower, capacity)
-    tower.fill(PATH, [media.plan for media in batch], arrays)
-    used = np.concatenate([media.frames.ravel() for media in batch])
-    arrays[PIXELS][: used.size] = used
-    for name, array in arrays.items():
-        static[name].copy_(torch.from_numpy(array))
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_replay_is_bit_equal_to_forward(architecture: str, dtype: str, tmp_path: Path) -> None:
-    save_model(architecture, tmp_path)
-    tower = load_tower(tmp_path, dtype, "cuda")
-    capacity = Capacity(units=256, items=8, segments=12, longest=256 * TINY[architecture].merge ** 2)
-    batches = [batch_of(architecture, grids) for grids in (TOKENS[:2], TOKENS, [(1, 8, 16)], TOKENS[:1])]
-    static = {
-        name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device="cuda")
-        for name, spec in tower.buffers(PATH, capacity).items()
-    }
-    with torch.inference_mode():
-        tower.forward(PATH, static, capacity)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = tower.forward(PATH, static, capacity)
-        for batch in batches:
-            stage(tower, batch, capacity, static)
-            graph.replay()
-            assert torch.equal(out, tower.forward(PATH, static, capacity))
-            assert out.isfinite().all()

@@ -303,6 +303,7 @@ def tensor(name: str, dtype: str, shape: list[int], size: int) -> pb.NamedTensor
 
 async def test_every_bad_patches_item_fails_alone() -> None:
     values, grid, positions = "pixel_values", "image_grid_thw", "image_position_ids"
+    alone = tensor("pixel_values_videos", "uint8", [1, 4, 48], 192)
 
     def positioned(positions: pb.NamedTensor) -> pb.Item:
         return pb.Item(patches=pb.Patches(tensors=[tensor(values, "uint8", [1, 4, 48], 192), positions]))
@@ -312,12 +313,17 @@ async def test_every_bad_patches_item_fails_alone() -> None:
         (patches_item(1, extra=tensor("input_ids", "int64", [1], 8)), "the tensors are pixel_values, image_grid_thw"),
         (patches_item(1, extra=tensor(values, "uint8", [4, 48], 192)), "the tensors are pixel_values"),
         (patches_item(1, pixels="pixel_values_videos"), "send pixel_values and image_grid_thw"),
+        (patches_item(1, grid="num_patches"), "num_patches counts tiles"),
+        (patches_item(1, grid="num_crops"), "send these as aspect_ratios, int64 [1, 2]"),
+        (patches_item(1, grid="aspect_ratios"), "aspect_ratios is int64 [3], must be int64 [2] or [1, 2]"),
+        (patches_item(1, grid="image_grid_hws"), "image_grid_hws is int64 [3], must be int64 [2] or [1, 2]"),
+        (pb.Item(patches=pb.Patches(tensors=[alone])), "[1, 4, 48]: alone it must be the tiles of one video"),
         (patches_item(1, pixel_values=tensor(values, "float64", [4, 48], 1536)), "dtype float64"),
         (patches_item(1, pixel_values=tensor(values, "int64", [4, 48], 1536)), "pixel_values is int64"),
         (patches_item(1, pixel_values=tensor(values, "float32", [4, 48], 767)), "has 767 bytes"),
         (patches_item(1, pixel_values=tensor(values, "uint8", [1 << 63, 0], 0)), "no axis empty"),
         (patches_item(1, pixel_values=tensor(values, "uint8", [5, 48], 240)), "of shape [5, 48]"),
-        (patches_item(1, image_grid_thw=tensor(grid, "int64", [2, 3], 48)), "an item of its own"),
+        (patches_item(1, image_grid_thw=tensor(grid, "int64", [2, 3], 48)), "as one item"),
         (patches_item(1, image_grid_thw=tensor(grid, "float32", [3], 12)), "must be int64"),
         (positioned(tensor(positions, "float32", [1, 4, 2], 32)), "image_position_ids is float32"),
         (positioned(tensor(positions, "int64", [4, 2], 64)), "must be int64 [frames, patches, 2]"),

@@ -10,13 +10,16 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from golden.make_pixels import synthetic_image
 from opticnerve_server.models import registry
 from opticnerve_server.models.base import ImageItem, PlanError
+from opticnerve_server.models.checkpoint import write_checkpoint
 from opticnerve_server.models.grid import GridPlanner
 from opticnerve_server.models.patches import grid_of
 from opticnerve_server.models.presets import PROCESSORS
 from opticnerve_server.types import ItemPlan
 from oracles import Media, media_for, official_patches
+from photo_oracles import kimi_patches
 from tiny_models import TINY
 
 PRESETS = {
@@ -81,6 +84,30 @@ def test_the_plan_of_a_still_is_that_of_the_image() -> None:
     planner = planner_of("qwen3_vl")
     image = planner.plan(ImageItem(320, 512))
     assert planner.plan_patches("image", (1, 20, 32), (640, 3 * 2 * 256)) == image
+
+
+def test_the_pixels_come_back_from_patches_in_raster_order(tmp_path: Path) -> None:
+    """Of Kimi-VL, whose images are padded with black."""
+    write_checkpoint("kimi_vl", tmp_path)
+    planner = registry.build_planner(registry.open_model(str(tmp_path), "safetensors"))
+    assert isinstance(planner, GridPlanner)
+    image = synthetic_image(100, 150)
+    tensors = kimi_patches(tmp_path, image)
+    grid = (1, *tensors["image_grid_hws"][0].tolist())
+    for kind in (np.float32, ml_dtypes.bfloat16):
+        plan, frames = restored(planner, tensors["pixel_values"].numpy().astype(kind), "image", grid)
+        assert plan == planner.plan(ImageItem(100, 150))
+        assert np.array_equal(frames[0, :100, :150], image)
+        assert not frames[0, 100:].any()
+        assert not frames[0, :, 150:].any()
+    for other, match in (
+        (("video", grid), "takes no videos"),
+        (("image", (1, 512, 2)), "512 rows and 2 columns, the tower positions for 511"),
+        (("image", (1, 3, 12)), "multiples of 2"),
+        (("image", (1, 8, 10)), r"has \[80, 3, 14, 14\] for this model"),
+    ):
+        with pytest.raises(PlanError, match=match):
+            planner.plan_patches(*other, tuple(tensors["pixel_values"].shape))
 
 
 def numbered(planner: GridPlanner) -> npt.NDArray[np.float32]:

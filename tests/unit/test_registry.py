@@ -57,6 +57,7 @@ PUBLISHED = {
     "gemma-3-27b": (27, 1152, 4304, 5376, 0),
     "llama-4-scout": (34, 1408, 5632, 5120, 0),
     "llama-4-maverick": (34, 1408, 5632, 5120, 0),
+    "kimi-vl-a3b": (27, 1152, 4304, 2048, 0),
 }
 # architecture: (tokens of the largest item, of 336 x 336 pixels, of 32 x 32), from preprocessor_config.json.
 LIMITS = {
@@ -138,6 +139,17 @@ def test_every_preset_is_the_published_configuration() -> None:
 def test_models_that_cannot_be_opened(model: str, load_format: str, match: str) -> None:
     with pytest.raises(ModelError, match=match):
         registry.open_model(model, load_format)
+
+
+@pytest.mark.parametrize("architecture", registry.ARCHITECTURES)
+def test_rows_before_the_projector_are_refused_where_no_decoder_takes_them(architecture: str, tmp_path: Path) -> None:
+    write_checkpoint(architecture, tmp_path / "tiny")
+    if architecture == "llama4":
+        source = registry.open_model(str(tmp_path / "tiny"), "safetensors", projector=False)
+        assert registry.build_planner(source).layout == Layout(80, 0, projector_applied=False)
+        return
+    with pytest.raises(ModelError, match=rf"--no-projector is for llama4: rows of {architecture} \(tiny\) have one"):
+        registry.open_model(str(tmp_path / "tiny"), "safetensors", projector=False)
 
 
 @pytest.mark.parametrize("architecture", registry.ARCHITECTURES)

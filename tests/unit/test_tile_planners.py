@@ -197,10 +197,6 @@ def test_what_has_no_plan(architecture: str, planner_of: Any) -> None:
     if "video" not in planner.modalities:
         with pytest.raises(PlanError, match="takes no videos: send their frames as images"):
             planner.plan(VideoItem(8, 2.0, 100, 100))
-    with pytest.raises(PlanError, match="send the image itself"):
-        planner.plan_patches("image", (1, 8, 8), (64, 588))
-    with pytest.raises(PlanError, match="send the image itself"):
-        planner.fill_patches(np.zeros((64, 588)), planner.plan(ImageItem(8, 8)), np.empty(0, np.uint8))
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 100])

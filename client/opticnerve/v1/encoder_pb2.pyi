@@ -452,13 +452,18 @@ class Patches(google.protobuf.message.Message):
     TENSORS_FIELD_NUMBER: builtins.int
     @property
     def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NamedTensor]:
-        """Two tensors, pixels and where they belong, by the names that the model's processor gives them:
+        """Pixels and where they belong, by the names that the model's processor gives them:
         - "pixel_values" [t x h x w, 3 x temporal patch x patch x patch] and "image_grid_thw", int64 [3] or [1, 3];
         - "pixel_values_videos" and "video_grid_thw", likewise;
         - of Gemma 4 "pixel_values" [1, n, patch x patch x 3] and "image_position_ids", int64 [1, n, 2]: (column, row) of
           each patch, all of a grid from its top in raster order, then (-1, -1) for padding, of which no pixel is read;
         - of Gemma 4 "pixel_values_videos" [frames, n, patch x patch x 3] and "video_position_ids", int64 [frames, n, 2],
-          likewise in each frame, all of one grid.
+          likewise in each frame, all of one grid;
+        - of Kimi-VL "pixel_values" [h x w, 3, patch, patch] and "image_grid_hws", int64 [2] or [1, 2];
+        - of models of tiles "pixel_values" [tiles, 3, side, side] and "aspect_ratios", int64 [2] or [1, 2]: rows and columns
+          of tiles beside the overview, which is a further tile wherever the model has one. Llama 4's processor returns both;
+          those of Gemma 3 and InternVL count tiles alone, which does not tell rows from columns: their callers must;
+        - of InternVL "pixel_values_videos" [1, frames, 3, side, side] alone, a tile a frame.
         """
 
     def __init__(
@@ -790,7 +795,7 @@ class Layout(google.protobuf.message.Message):
     rows: builtins.int
     """Number of rows."""
     hidden: builtins.int
-    """Width of one level: the decoder's hidden size."""
+    """Width of one level: the decoder's hidden size, or what its projector takes where that has not been applied."""
     deepstack_levels: builtins.int
     """Further levels behind the first, in ascending order; a row has hidden x (1 + deepstack_levels) numbers."""
     projector_applied: builtins.bool

@@ -5,7 +5,8 @@
 A call begins when the pixels are in the slots and ends when the rows are, so host work and both copies are in it. Eager
 is one forward of the whole batch; replay is what the dispatcher does, several full graphs for a long clip. The
 transformers column runs its vision model with the same weights, pixels already patched and on the device, and ends when
-the device is done: it has less to do. `error` is the relative difference (norm ratio) of our rows to its.
+the device is done: it has less to do. `error` is the relative difference (norm ratio) of our rows to its. `bench.paths`
+has the forwards of each path alone.
 """
 
 from __future__ import annotations

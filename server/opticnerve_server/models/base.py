@@ -127,6 +127,7 @@ class Planner(Protocol):
     def plan_patches(self, kind: str, grid: tuple[int, int, int], shape: tuple[int, ...]) -> ItemPlan:
         """The plan of an "image" or a "video" that comes as patches of `shape` from the official processor.
 
+        `grid` counts temporal groups, rows and columns: of patches, or of tiles where images are cut into these.
         It has neither frame indices nor timestamps. Raises PlanError.
         """
         ...

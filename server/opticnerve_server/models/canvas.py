@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .tiles import View
+from .tiles import View, tiles_of_one_pixel, with_overview
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +45,11 @@ class BestCanvas:
             columns=columns,
             resized=self._resized(height, width, rows * self.side, columns * self.side),
         )
-        if rows * columns == 1:
-            return (tiled,)
-        return (tiled, View(top=0, left=0, height=height, width=width, overview=True))
+        return with_overview(tiled)
+
+    def tiling(self, rows: int, columns: int) -> tuple[View, ...]:
+        """See TileRule."""
+        return with_overview(tiles_of_one_pixel(rows, columns)) if rows * columns <= self.most else ()
 
     def _canvas(self, height: int, width: int) -> tuple[int, int]:
         canvases = _canvases(self.most)

@@ -81,6 +81,17 @@ class PanAndScan:
     def __call__(self, height: int, width: int) -> tuple[View, ...]:
         """See TileRule; the last slice may be shorter than the others."""
         count, step = self._slices(max(height, width), min(height, width))
+        return self._views(height, width, count, step)
+
+    def tiling(self, rows: int, columns: int) -> tuple[View, ...]:
+        """See TileRule."""
+        count = rows * columns
+        if count == 1:
+            return self._views(1, 1, 0, 0)
+        return self._views(rows, columns, count, 1) if 1 in (rows, columns) and count <= self.max_crops else ()
+
+    def _views(self, height: int, width: int, count: int, step: int) -> tuple[View, ...]:
+        """The whole, and `count` slices of `step` pixels along the longer side."""
         whole = View(top=0, left=0, height=height, width=width, overview=count > 0)
         starts = range(0, count * step, step) if count else ()
         if width >= height:

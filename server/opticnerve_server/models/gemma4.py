@@ -20,6 +20,7 @@ from .config import GridConfig, ModelError
 from .grid import GridPlanner
 from .grid_tower import GridTower
 from .layers import Linear, PatchGather, Rope, Segments, paired, rotate
+from .patches import PositionedFormat
 from .processor import COMMON, ProcessorClass, ProcessorError, read_channels, read_settings, require
 from .soft_tokens import SOFT_TOKENS, SoftTokenResize
 from .weights import TensorSource
@@ -252,6 +253,7 @@ class Gemma4Tower(GridTower):
             mean=read_channels(settings, "image_mean"),
             std=read_channels(settings, "image_std"),
             max_clip_units=CLIP_TOKENS,
+            patch_format=PositionedFormat,
             positions=positions,
         )
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ..types import ItemPlan, Layout, PathPlan, Span
 from .base import ImageItem, PathSpec, PlanError, VideoItem
 from .clip import NO_CLIPS, Clip, ClipRule, NoClips, clip_plan
-from .patches import PatchFormat, PositionedFormat
+from .patches import PatchFormat
 from .processor import QWEN2_VL, ProcessorClass, read_processor
 from .resize import Resize, torch_bicubic
 
@@ -135,9 +135,8 @@ class GridPlanner:
     `patch` and `merge` are sides in pixels and in patches; `mean` and `std` are of values scaled to 0..1, in RGB order.
     `fold` temporal groups of a video share their tokens, a token being as many units. `max_clip_units` is of the
     largest video, where that is larger than the largest image. `lay` brings an image or a frame to the size that
-    `resize` says. `takes_patches` means that patches of the official processor are taken; `positions` are the columns
-    and rows that a tower has where they come in PositionedFormat, 0 for PatchFormat. Raises ValueError when a number
-    makes no sense.
+    `resize` says. `patch_format` is that of the official processor's patches, `positions` are the columns and rows that
+    the tower has, 0: any. Raises ValueError when a number makes no sense.
     """
 
     architecture: str
@@ -152,7 +151,7 @@ class GridPlanner:
     min_units: int = 64
     max_clip_units: int = 0
     clips: ClipRule = NO_CLIPS
-    takes_patches: bool = True
+    patch_format: type[PatchFormat] = PatchFormat
     positions: int = 0
     lay: Resize = torch_bicubic
     paths: dict[str, PathSpec] = field(init=False)
@@ -281,8 +280,6 @@ class GridPlanner:
 
     def plan_patches(self, kind: str, grid: tuple[int, int, int], shape: tuple[int, ...]) -> ItemPlan:
         """See `base.Planner.plan_patches`."""
-        if not self.takes_patches:
-            raise PlanError(f"patches of {self.architecture} are not taken: send the image or video itself")
         self._patch_format.check(kind, grid, shape)
         t, height, width = grid[0], grid[1] * self.patch, grid[2] * self.patch
         if kind == "image":
@@ -303,13 +300,12 @@ class GridPlanner:
 
     @property
     def _patch_format(self) -> PatchFormat:
-        if self.positions:
-            return PositionedFormat(patch=self.patch, merge=self.merge, positions=self.positions)
-        return PatchFormat(
+        return self.patch_format(
             patch=self.patch,
             merge=self.merge,
             temporal_patch=self.temporal_patch,
             fold=self.fold,
             mean=self.mean,
             std=self.std,
+            positions=self.positions,
         )

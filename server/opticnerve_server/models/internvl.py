@@ -24,7 +24,7 @@ from .processor import PLAIN, ProcessorClass, ProcessorError, read_channels, rea
 from .resize import pillow_bicubic, torch_bicubic
 from .sampling import FrameSampler, SamplingSettings, internvl_chat
 from .tile_tower import TileConfig, TileTower, patch_linear
-from .tiles import TilePlanner, View
+from .tiles import TilePlanner, View, tiles_of_one_pixel, with_overview
 from .weights import TensorSource
 
 PROCESSOR = ProcessorClass(
@@ -134,9 +134,14 @@ class DynamicTiles:
         """See TileRule."""
         rows, columns = self._grid(height, width)
         tiled = View(top=0, left=0, height=height, width=width, rows=rows, columns=columns)
-        if rows * columns == 1 or not self.thumbnail:
-            return (tiled,)
-        return (tiled, View(top=0, left=0, height=height, width=width, overview=True))
+        return with_overview(tiled) if self.thumbnail else (tiled,)
+
+    def tiling(self, rows: int, columns: int) -> tuple[View, ...]:
+        """See TileRule."""
+        if not self.least <= rows * columns <= self.most:
+            return ()
+        tiled = tiles_of_one_pixel(rows, columns)
+        return with_overview(tiled) if self.thumbnail else (tiled,)
 
     def _grid(self, height: int, width: int) -> tuple[int, int]:
         nearest, best = float("inf"), (1, 1)

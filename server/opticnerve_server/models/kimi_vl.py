@@ -23,6 +23,7 @@ from .config import GridConfig, ModelError, read_grid_config
 from .grid import GridPlanner
 from .grid_tower import Frame, GridTower
 from .layers import LayerNorm, Linear, PatchEmbed, Rope, Segments, rotate
+from .patches import RasterFormat
 from .processor import PLAIN, ProcessorClass, ProcessorError, read_channels, read_settings, require
 from .resize import pillow_bicubic
 from .table import TablePositions
@@ -200,7 +201,8 @@ class KimiVLTower(GridTower):
             lay=rule.lay,
             mean=read_channels(settings, "image_mean"),
             std=read_channels(settings, "image_std"),
-            takes_patches=False,
+            patch_format=RasterFormat,
+            positions=MAX_PATCHES - 1,
         )
 
     def frame(self, h: int, w: int) -> Frame:

@@ -1,7 +1,7 @@
 """Llama 4: a ViT with rotary embedding over tiles and one of the whole image, pixel shuffle, adapter and projector.
 
-Forward and numerics are those of transformers' Llama4VisionModel and Llama4MultiModalProjector; rows are those behind
-the projector.
+Forward and numerics are those of transformers' Llama4VisionModel, whose rows end at the adapter, and of its
+Llama4MultiModalProjector behind them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .config import GridConfig, ModelError, read_grid_config
 from .layers import LayerNorm, Linear, Rope, Segments, rotate
 from .processor import BILINEAR, PLAIN, ProcessorClass, ProcessorError, read_channels, read_settings, require
 from .resize import torch_bilinear
-from .tile_tower import TileConfig, TilePatches, TileTower, patch_linear
+from .tile_tower import TileConfig, TileTower, patch_linear
 from .tiles import TilePlanner
 from .weights import TensorSource
 
@@ -75,15 +75,6 @@ class Llama4Config(TileConfig):
         GridConfig.check_heads(self)
 
 
-class BFloat16Patches(TilePatches):
-    """Patches normalised in bfloat16, as the official processor does: whatever the tower's dtype, they are rounded."""
-
-    def normalised(self, pixels: torch.Tensor) -> torch.Tensor:
-        """See TilePatches."""
-        mean, std = (self.mean / 255).bfloat16(), (self.std / 255).bfloat16()
-        return (pixels.bfloat16() * (1 / 255) - mean) / std
-
-
 class Block:
     """Pre-norm residual attention and MLP."""
 
@@ -106,11 +97,10 @@ class Block:
         return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
 
 
-class Llama4Tower(TileTower):
-    """See `base.Tower`. Rows of a tile are its patches, then the class token."""
+class Llama4AdapterTower(TileTower):
+    """See `base.Tower`. Rows of a tile are its patches, then the class token; embeddings are those of the adapter."""
 
-    prefixes: ClassVar[Mapping[str, str]] = {"multi_modal_projector.": "projector.", "vision_model.": ""}
-    patches_class = BFloat16Patches
+    prefixes: ClassVar[Mapping[str, str]] = {"vision_model.": ""}
 
     def __init__(
         self, config: Llama4Config, planner: TilePlanner, source: TensorSource, backend: AttentionBackend
@@ -128,7 +118,6 @@ class Llama4Tower(TileTower):
         self.norm_behind = LayerNorm.take(source, "layernorm_post", width, eps=1e-5)
         self.fc1 = Linear.take(source, "vision_adapter.mlp.fc1", config.merged_size, inner, bias=False)
         self.fc2 = Linear.take(source, "vision_adapter.mlp.fc2", inner, inner, bias=False)
-        self.out = Linear.take(source, "projector.linear_1", inner, config.out_hidden_size, bias=False)
 
     def _turns(self, config: Llama4Config) -> torch.Tensor:
         """Of each row of a tile, complex64 [rows, 1, 1, head_dim / 2]: column and row count from 1, the class has 0."""
@@ -148,6 +137,12 @@ class Llama4Tower(TileTower):
         )
 
     @classmethod
+    def row_layout(cls, config: TileConfig) -> Layout:
+        """What a row holds: the projector is left to the decoder."""
+        assert isinstance(config, Llama4Config)
+        return Layout(config.projector_output_dim, 0, projector_applied=False)
+
+    @classmethod
     def build_planner(cls, architecture: str, config: TileConfig, processor: Mapping[str, Any]) -> TilePlanner:
         """See TileTower."""
         settings, side = read_settings(processor, PROCESSOR), config.image_size
@@ -160,7 +155,7 @@ class Llama4Tower(TileTower):
             raise ProcessorError(f"resize_to_max_canvas is {fill!r}, must be true or false")
         return TilePlanner(
             architecture=architecture,
-            layout=Layout(config.out_hidden_size, 0),
+            layout=cls.row_layout(config),
             side=side,
             patch=config.patch_size,
             merge=config.spatial_merge_size,
@@ -168,11 +163,12 @@ class Llama4Tower(TileTower):
             resize=torch_bilinear,
             mean=read_channels(settings, "image_mean"),
             std=read_channels(settings, "image_std"),
+            bfloat16=True,
             extra_rows=1,
         )
 
     def forward(self, path: str, buffers: Mapping[str, torch.Tensor], capacity: Capacity) -> torch.Tensor:
-        """See `base.Tower.forward`: [units x 144, out_hidden_size]."""
+        """See `base.Tower.forward`: [units x 144, projector_output_dim]."""
         tiles = capacity.units
         patches = self.patch_embed(self.tile_patches(buffers["pixels"], self.dtype))
         patches = patches.view(tiles, -1, patches.shape[1]) + self.positions
@@ -181,4 +177,27 @@ class Llama4Tower(TileTower):
         for block in self.blocks:
             x = block(x, self.turns, segments)
         cells = self.shuffled(self.norm_behind(x).view(tiles, -1, x.shape[1])[:, :-1])
-        return self.out(F.gelu(self.fc2(F.gelu(self.fc1(cells)))))
+        return F.gelu(self.fc2(F.gelu(self.fc1(cells))))
+
+
+class Llama4Tower(Llama4AdapterTower):
+    """See `base.Tower`. Embeddings are those behind the projector."""
+
+    prefixes: ClassVar[Mapping[str, str]] = {"multi_modal_projector.": "projector.", "vision_model.": ""}
+
+    def __init__(
+        self, config: Llama4Config, planner: TilePlanner, source: TensorSource, backend: AttentionBackend
+    ) -> None:
+        """Take all weights from `source`. Raises ModelError for a missing or misshapen one."""
+        super().__init__(config, planner, source, backend)
+        inner = config.projector_output_dim
+        self.out = Linear.take(source, "projector.linear_1", inner, config.out_hidden_size, bias=False)
+
+    @classmethod
+    def row_layout(cls, config: TileConfig) -> Layout:
+        """See Llama4AdapterTower."""
+        return Layout(config.out_hidden_size, 0)
+
+    def forward(self, path: str, buffers: Mapping[str, torch.Tensor], capacity: Capacity) -> torch.Tensor:
+        """See `base.Tower.forward`: [units x 144, out_hidden_size]."""
+        return self.out(super().forward(path, buffers, capacity))

@@ -249,6 +249,17 @@ _LLAMA4 = {
     "rope_theta": 10000,
 }
 
+_KIMI_VL = {
+    "num_hidden_layers": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_attention_heads": 16,
+    "patch_size": 14,
+    "merge_kernel_size": [2, 2],
+    "init_pos_emb_height": 64,
+    "init_pos_emb_width": 64,
+}
+
 _ERNIE = {
     "depth": 32,
     "hidden_size": 1280,
@@ -330,6 +341,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gemma-3-27b": _config("gemma3", _GEMMA3, 5376),
     "llama-4-scout": _config("llama4", _LLAMA4, 5120),
     "llama-4-maverick": _config("llama4", _LLAMA4, 5120),
+    "kimi-vl-a3b": _config("kimi_vl", _KIMI_VL, 2048),
     "deepseek-ocr": _DEEPSEEK_OCR,
     "step-3.7-flash": _STEP3P7,
 }

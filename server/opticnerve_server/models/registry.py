@@ -43,6 +43,9 @@ TOWERS = {
 }
 """Tower class by architecture, which is config.json's `model_type`."""
 
+UNPROJECTED = {"llama4": "llama4:Llama4AdapterTower"}
+"""Tower class whose rows are those before the projector, of the architectures that have decoders of either kind."""
+
 CLASSES = {
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
     "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
@@ -92,6 +95,7 @@ class ModelSource:
     processor: dict[str, Any]  # preprocessor_config.json, or what config.json has instead
     directory: Path | None
     video_processor: dict[str, Any] | None = None  # video_preprocessor_config.json, if there
+    projector: bool = True  # whether rows are those behind the projector
 
     @property
     def prunes_videos(self) -> bool:
@@ -111,14 +115,23 @@ class LoadedTower:
     tensors: int  # how many the weights are
 
 
-def open_model(model: str, load_format: str) -> ModelSource:
+def open_model(model: str, load_format: str, *, projector: bool = True) -> ModelSource:
     """Read the configuration of a checkpoint directory or of "preset:NAME"; no weights.
 
     With load format "dummy" a directory needs config.json alone: without a processor file the published one is used.
-    Raises ModelError.
+    Without `projector` the tower ends before it. Raises ModelError, also for an architecture that has no such rows.
     """
-    if model.startswith(PRESET):
-        return _open_preset(model.removeprefix(PRESET), load_format)
+    preset = model.startswith(PRESET)
+    source = _open_preset(model.removeprefix(PRESET), load_format) if preset else _open_directory(model, load_format)
+    if not projector and source.architecture not in UNPROJECTED:
+        raise ModelError(
+            f"--no-projector is for {', '.join(UNPROJECTED)}: rows of {source.architecture} ({source.name}) have one "
+            "layout, that of --projector"
+        )
+    return dataclasses.replace(source, projector=projector)
+
+
+def _open_directory(model: str, load_format: str) -> ModelSource:
     directory = Path(model)
     if not (directory / "config.json").is_file():
         raise ModelError(
@@ -148,7 +161,7 @@ def build_planner(source: ModelSource) -> Planner:
     """
     from .processor import ProcessorError
 
-    cls = tower_class(source.architecture)
+    cls = tower_class(source.architecture, projector=source.projector)
     config = cls.read_config(source.config)
     try:
         planner: Planner = cls.build_planner(source.architecture, config, source.processor)
@@ -173,7 +186,7 @@ def build_tower(
     from .. import attention
     from .weights import open_tensors
 
-    cls = tower_class(source.architecture)
+    cls = tower_class(source.architecture, projector=source.projector)
     config = cls.read_config(source.config)
     placed, device_reason = _choose_device(device)
     chosen, dtype_reason = _choose_dtype(dtype, placed)
@@ -265,9 +278,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def tower_class(architecture: str) -> Any:
+def tower_class(architecture: str, *, projector: bool = True) -> Any:
     """The Tower class of an architecture, with its `read_config` and `build_planner`."""
-    module, name = TOWERS[architecture].split(":")
+    module, name = (TOWERS if projector else UNPROJECTED)[architecture].split(":")
     return getattr(importlib.import_module(f".{module}", __package__), name)
 
 

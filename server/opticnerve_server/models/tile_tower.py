@@ -78,6 +78,15 @@ class TilePatches:
         return (pixels.float() - self.mean) / self.std
 
 
+class BFloat16Patches(TilePatches):
+    """Patches normalised in bfloat16: whatever the tower's dtype, they are rounded as the official processor does."""
+
+    def normalised(self, pixels: torch.Tensor) -> torch.Tensor:
+        """See TilePatches."""
+        mean, std = (self.mean / 255).bfloat16(), (self.std / 255).bfloat16()
+        return (pixels.bfloat16() * (1 / 255) - mean) / std
+
+
 def patch_linear(
     source: TensorSource, name: str, config: TileConfig, *, bias: bool = True, flat: bool = False
 ) -> Linear:
@@ -97,13 +106,12 @@ class TileTower(ABC):
     prefixes: ClassVar[Mapping[str, str]]
     """See `weights.open_tensors`."""
     constant_rows: torch.Tensor | None = None
-    patches_class: ClassVar[type[TilePatches]] = TilePatches
 
     def __init__(self, planner: TilePlanner, source: TensorSource) -> None:
         self.planner = planner
         self.device = source.device
         self.dtype = source.dtype
-        self.tile_patches = self.patches_class(planner, source.device)
+        self.tile_patches = (BFloat16Patches if planner.bfloat16 else TilePatches)(planner, source.device)
 
     @classmethod
     @abstractmethod

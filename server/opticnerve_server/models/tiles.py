@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import msgspec
@@ -17,8 +17,9 @@ import numpy.typing as npt
 
 from ..types import ItemPlan, Layout, PathPlan, Span
 from .base import ImageItem, PathSpec, PlanError, VideoItem
-from .clip import ClipRule, NoClips, clip_plan
+from .clip import Clip, ClipRule, NoClips, clip_plan
 from .resize import Resize
+from .tile_patches import TileFormat
 
 PATH = "default"
 """Name of the one path of these towers."""
@@ -48,10 +49,29 @@ class TileRule(Protocol):
         """For sides of at least 1."""
         ...
 
+    def tiling(self, rows: int, columns: int) -> tuple[View, ...]:
+        """The views of an image of so many tiles beside the overview, each of one pixel; none where no image has them.
+
+        For numbers of at least 1.
+        """
+        ...
+
     @property
     def max_tiles(self) -> int:
         """No image has more tiles than this."""
         ...
+
+
+def tiles_of_one_pixel(rows: int, columns: int) -> View:
+    """See `TileRule.tiling`."""
+    return View(top=0, left=0, height=rows, width=columns, rows=rows, columns=columns)
+
+
+def with_overview(tiled: View) -> tuple[View, ...]:
+    """A view, and where it is of several tiles all of it as one more."""
+    if tiled.rows * tiled.columns == 1:
+        return (tiled,)
+    return (tiled, replace(tiled, rows=1, columns=1, resized=None, overview=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +83,17 @@ class OneTile:
     def __call__(self, height: int, width: int) -> tuple[View, ...]:
         return (View(top=0, left=0, height=height, width=width),)
 
+    def tiling(self, rows: int, columns: int) -> tuple[View, ...]:
+        return self(1, 1) if rows * columns == 1 else ()
+
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class TilePlanner:
     """Planner of a model of tiles; see `base.Planner`. Immutable by convention, hence thread-safe.
 
     `side` and `patch` are sides in pixels, `merge` is a token's in patches. `extra_rows` are the rows of a tile beside
-    its patches: a class token. `mean` and `std` are of values scaled to 0..1, in RGB order.
+    its patches: a class token. `mean` and `std` are of values scaled to 0..1, in RGB order; `bfloat16` means that the
+    official processor normalises in it.
     """
 
     architecture: str
@@ -81,6 +105,7 @@ class TilePlanner:
     resize: Resize
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
+    bfloat16: bool = False
     extra_rows: int = 0
     clips: ClipRule = NO_VIDEOS
     paths: dict[str, PathSpec] = field(init=False)
@@ -201,12 +226,44 @@ class TilePlanner:
         canvas[: picture.shape[0], : picture.shape[1]] = picture
 
     def plan_patches(self, kind: str, grid: tuple[int, int, int], shape: tuple[int, ...]) -> ItemPlan:
-        """See `base.Planner.plan_patches`."""
-        raise PlanError("patches of this model are not supported: send the image itself")
+        """See `base.Planner.plan_patches`. The grid counts tiles, the overview not among them; a frame is a tile."""
+        frames, rows, columns = grid
+        if min(grid) < 1 or (kind == "image" and frames != 1) or (kind == "video" and rows * columns != 1):
+            raise PlanError(
+                f"there are {frames} x {rows} x {columns} tiles (frames, rows, columns): numbers must be positive, an "
+                "image has one frame, a frame of a video one tile"
+            )
+        if kind == "video":
+            return self._plan_frames(frames, shape)
+        views = self.rule.tiling(rows, columns)
+        if not views:
+            raise PlanError(
+                f"no image has {rows} x {columns} tiles (rows x columns) for this model: send what its own processor "
+                "returns for one image"
+            )
+        plan = self._plan_views(views)
+        self._tile_format.check(kind, plan.paths[PATH].units, shape)
+        return plan
+
+    def _plan_frames(self, frames: int, shape: tuple[int, ...]) -> ItemPlan:
+        """Of a video as tiles of this shape: neither index nor time of its frames is known."""
+        if self.clips is NO_VIDEOS:
+            raise PlanError(NO_VIDEOS.reason)
+        self._tile_format.check("video", frames, shape)
+        times = (0.0,) * frames
+        clip = Clip(
+            frame_indices=tuple(range(frames)), frame_times=times, timestamps=times, height=self.side, width=self.side
+        )
+        plan = clip_plan(clip, path=PATH, patch=self.patch, merge=self.merge)
+        return msgspec.structs.replace(plan, paths={PATH: self._tiles(frames)}, frame_indices=(), timestamps=())
 
     def fill_patches(self, patches: npt.NDArray[np.generic], plan: ItemPlan, out: npt.NDArray[np.uint8]) -> None:
         """See `base.Planner.fill_patches`."""
-        raise PlanError("patches of this model are not supported: send the image itself")
+        self._tile_format.restore(patches, out)
+
+    @property
+    def _tile_format(self) -> TileFormat:
+        return TileFormat(side=self.side, mean=self.mean, std=self.std, bfloat16=self.bfloat16)
 
 
 def _spans(views: tuple[View, ...], tokens: int) -> tuple[Span, ...]:
