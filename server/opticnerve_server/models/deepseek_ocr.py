@@ -316,7 +316,11 @@ class SamBlock:
         relative, scale = self.relative[side], q.shape[-1] ** -0.5
         q = torch.cat([q * scale, relative.queries(q)], dim=-1)
         k = torch.cat([k, relative.keys(k)], dim=-1)
-        attended = F.scaled_dot_product_attention(q, k, v, scale=1.0)
+        # Values are padded to the same multiple of 8: kernels that keep no scores want one head size for q, k and v,
+        # and without one of them a whole view's scores are 12 x 4096^2 numbers.
+        head, wide = v.shape[-1], -(-q.shape[-1] // 8) * 8
+        q, k, v = (F.pad(part, (0, wide - part.shape[-1])) for part in (q, k, v))
+        attended = F.scaled_dot_product_attention(q, k, v, scale=1.0)[..., :head]
         return self.out(attended.transpose(1, 2).reshape(n, side, side, width))
 
 
