@@ -20,7 +20,7 @@ from .ports import advertised
 from .preprocess import Preprocessor
 from .service import EncoderService
 from .slots import Arena
-from .transport import HealthServicer, build_server, publish_health
+from .transport import HealthServicer, add_port, build_server, publish_health
 from .types import Phase
 
 BEAT_S = 1.0
@@ -104,7 +104,7 @@ class Frontend:
     async def start(self, address: str) -> int:
         """Bind and answer, NOT_SERVING; the port. Raises RuntimeError when the address cannot be had."""
         await self._publish()  # before the first Check: the servicer is born SERVING
-        port = self._server.add_insecure_port(address)
+        port = add_port(self._server, address, self.state.config)
         bound = f"{address.rpartition(':')[0]}:{port}"
         self.state.address = advertised(bound) if self.state.config.advertise == "auto" else self.state.config.advertise
         await self._server.start()
