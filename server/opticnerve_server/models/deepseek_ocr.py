@@ -143,6 +143,7 @@ class DeepseekOcrPlanner(TwoPathPlanner):
                     patches=(whole // SAM_PATCH) ** 2,
                     tokens=self.whole_tokens * (self.whole_tokens + 1),
                     nbytes=whole**2 * 3,
+                    margin=1,  # the separator
                 ),
                 LOCAL: Views(
                     side=crop,
@@ -150,6 +151,7 @@ class DeepseekOcrPlanner(TwoPathPlanner):
                     tokens=self.crop_tokens**2,
                     nbytes=crop**2 * 3,
                     most=most,
+                    margin=self.crop_tokens,  # newlines, where crops stand one above another
                 ),
             },
         )
