@@ -103,8 +103,9 @@ class Dispatcher:
         self._slots = slots
         self._streams = Streams(tower.device)
         self._on_computed, self._on_finished = on_computed, on_finished
+        specs = tower.planner.paths
         rows = sum(
-            tower.planner.paths[path].tokens_per_unit * max((c.units for c in planned), default=0)
+            (specs[path].tokens_per_unit + specs[path].margin_per_unit) * max((c.units for c in planned), default=0)
             for path, planned in capacities.items()
         )
         # Pixels of all paths land together, whatever path a batch fills.

@@ -175,6 +175,16 @@ def test_plans_follow_the_official_rule(most: int) -> None:
         assert sum(span.rows for span in plan.spans) == plan.tokens
 
 
+def test_the_rows_of_a_full_batch_are_those_of_its_units_and_their_margins() -> None:
+    planner = build_planner(ModelSource("m", "deepseek_ocr", PRESETS["deepseek-ocr"], PROCESSORS["deepseek_ocr"], None))
+    room = {path: spec.tokens_per_unit + spec.margin_per_unit for path, spec in planner.paths.items()}
+    spare = []
+    for height, width in sizes(64):
+        plan = planner.plan(ImageItem(height, width))
+        spare.append(sum(room[path] * used.units for path, used in plan.paths.items()) - plan.tokens)
+    assert min(spare) == 0, "an item of one column of crops, which has most newlines, needs it all and no more"
+
+
 @pytest.mark.parametrize("size", [(100, 150), (150, 100), (64, 64), (300, 900), (1, 999), (999, 1), (257, 255)])
 def test_pixels_are_those_of_pillow(checkpoint: Path, size: tuple[int, int]) -> None:
     planner, image = load_tower(checkpoint).planner, picture(*size)

@@ -26,6 +26,7 @@ from opticnerve_server.models.checkpoint import write_checkpoint
 from opticnerve_server.models.presets import PRESETS, PROCESSORS
 from opticnerve_server.models.processor import CLIP_MEAN, CLIP_STD
 from opticnerve_server.models.registry import ModelError, ModelSource, build_planner
+from opticnerve_server.models.step3_vl import SNAPS
 from opticnerve_server.models.two_path import GLOBAL, LOCAL
 from opticnerve_server.selftest import self_test
 from opticnerve_server.types import Outcome
@@ -152,8 +153,13 @@ def step3_features(directory: Path, views: torch.Tensor, dtype: torch.dtype) -> 
     return x.flatten(2).transpose(1, 2) @ w["vit_large_projector.weight"].T + w["vit_large_projector.bias"]
 
 
-def official_plan(width: int, height: int, whole: int, crop: int, largest: int) -> tuple[Any, ...]:
-    """transformers' rule: whether it is squared, both sizes (width, height), the window, crops across and down."""
+def official_plan(
+    width: int, height: int, whole: int, crop: int, largest: int, *, exact: bool = False
+) -> tuple[Any, ...]:
+    """The authors' rule, or transformers' `exact` one.
+
+    Whether it is squared, both sizes (width, height), the window, crops across and down.
+    """
     squared = min(width, height) < 32 and max(width / height, height / width) > 4
     if squared:
         width = height = max(width, height)
@@ -171,10 +177,14 @@ def official_plan(width: int, height: int, whole: int, crop: int, largest: int) 
         window = crop
     if not window:
         return squared, (width, height), (width, height), 0, 0, 0
-    snapped = tuple(
-        window * (side // window + (side % window > 0.2 * window)) if side >= window else side
-        for side in (width, height)
-    )
+
+    def snap(side: int) -> int:
+        if side / window < 1:
+            return side
+        over = side % window > 0.2 * window if exact else side / window - side // window > 0.2
+        return window * (int(side / window) + 1 if over else int(side / window))
+
+    snapped = snap(width), snap(height)
     return squared, (width, height), snapped, window, max(1, snapped[0] // window), max(1, snapped[1] // window)
 
 
@@ -302,12 +312,15 @@ def test_the_leading_rows_are_equal(tmp_path: Path) -> None:
     assert torch.allclose(together, alone, rtol=1e-9, atol=1e-9)
 
 
-def test_plans_follow_the_official_rule() -> None:
-    planner: Any = build_planner(ModelSource("m", "step3p7", PRESETS["step-3.7-flash"], PROCESSORS["step3p7"], None))
+@pytest.mark.parametrize("architecture", ["step_vl", "step3p7"])
+def test_plans_follow_the_official_rule(architecture: str) -> None:
+    config = PRESETS["step-3.7-flash"]
+    planner: Any = build_planner(ModelSource("m", architecture, config, PROCESSORS[architecture], None))
     tried = [*sizes(504), (728, 728), (728, 485), (485, 728), (729, 729), (605, 2000), (10, 41), (31, 124), (31, 125)]
+    tried += [(window, window * fifths // 5) for window in range(35, 335, 5) for fifths in range(8, 32)]
     assert len(tried) >= 2000
     for height, width in tried:
-        squared, *rest = official_plan(width, height, 728, 504, 3024)
+        squared, *rest = official_plan(width, height, 728, 504, 3024, exact=architecture == "step3p7")
         if rest == [None]:
             with pytest.raises(PlanError, match="send a less narrow one"):
                 planner.plan(ImageItem(height, width))
@@ -317,6 +330,13 @@ def test_plans_follow_the_official_rule() -> None:
         assert cut == (squared, size[::-1], snapped[::-1], window, down, across), (height, width)
         plan = planner.plan(ImageItem(height, width))
         assert plan.tokens == 169 + 81 * across * down == sum(span.rows for span in plan.spans)
+
+
+@pytest.mark.parametrize(("architecture", "crops"), [("step3_vl", 3), ("step_vl", 3), ("step3p7", 2)])
+def test_at_an_exact_fifth_each_model_keeps_its_own_rule(architecture: str, crops: int) -> None:
+    assert SNAPS[architecture](220, 100) == 100 * crops
+    assert SNAPS[architecture](120, 100) == 100
+    assert SNAPS[architecture](99, 100) == 99
 
 
 @pytest.mark.parametrize("image", IMAGES, ids=lambda image: str(image.shape[:2]))

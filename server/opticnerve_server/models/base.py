@@ -52,6 +52,7 @@ class PathSpec:
     rows_per_unit: int
     fixed_units: bool = False  # a unit is a tile, one segment of its own: exact budgets for 1 to 16 of them
     tokens_per_unit: int = 1  # what budgets and caps, which users give in tokens, are divided by
+    margin_per_unit: int = 0  # most rows of an item beside those tokens: newlines and separators around a unit
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,6 +143,7 @@ class DeepseekOcrPlanner(TwoPathPlanner):
                     patches=(whole // SAM_PATCH) ** 2,
                     tokens=self.whole_tokens * (self.whole_tokens + 1),
                     nbytes=whole**2 * 3,
+                    margin=1,  # the separator
                 ),
                 LOCAL: Views(
                     side=crop,
@@ -150,6 +151,7 @@ class DeepseekOcrPlanner(TwoPathPlanner):
                     tokens=self.crop_tokens**2,
                     nbytes=crop**2 * 3,
                     most=most,
+                    margin=self.crop_tokens,  # newlines, where crops stand one above another
                 ),
             },
         )
@@ -316,7 +318,11 @@ class SamBlock:
         relative, scale = self.relative[side], q.shape[-1] ** -0.5
         q = torch.cat([q * scale, relative.queries(q)], dim=-1)
         k = torch.cat([k, relative.keys(k)], dim=-1)
-        attended = F.scaled_dot_product_attention(q, k, v, scale=1.0)
+        # Values are padded to the same multiple of 8: kernels that keep no scores want one head size for q, k and v,
+        # and without one of them a whole view's scores are 12 x 4096^2 numbers.
+        head, wide = v.shape[-1], -(-q.shape[-1] // 8) * 8
+        q, k, v = (F.pad(part, (0, wide - part.shape[-1])) for part in (q, k, v))
+        attended = F.scaled_dot_product_attention(q, k, v, scale=1.0)[..., :head]
         return self.out(attended.transpose(1, 2).reshape(n, side, side, width))
 
 

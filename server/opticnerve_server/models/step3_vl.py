@@ -2,14 +2,14 @@
 
 Numerics of the Perception Encoder are those of transformers' Step3p7VisionModel, those of Step3's tower of its
 published code; names and layout of the weights are those of the published checkpoints. Views and crops follow the
-published processor, with transformers' rule where copies of it differ: at a longer side of exactly `size`, and at exact
-fifths.
+published processor. Copies of it differ at a longer side of exactly `size`, where the authors' code and transformers'
+agree and are followed, and at exact fifths of a window, where each model keeps its own: see SNAPS.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -53,6 +53,30 @@ class Cut(NamedTuple):
     columns: int
 
 
+def snap_published(side: int, window: int) -> int:
+    """A side as whole windows: one more for over a fifth of one; as it is where it is below a window.
+
+    In float64, as the published code: at exact fifths it is the rounding of the quotient that decides, 220 pixels are
+    3 windows of 100.
+    """
+    if side < window:
+        return side
+    return window * (side // window + (side / window - side // window > 0.2))
+
+
+def snap_exact(side: int, window: int) -> int:
+    """The same in transformers, where an exact fifth is never one more."""
+    return side if side < window else window * (side // window + (5 * (side % window) > window))
+
+
+SNAPS: Mapping[str, Callable[[int, int], int]] = {
+    "step3_vl": snap_published,
+    "step_vl": snap_published,
+    "step3p7": snap_exact,
+}
+"""By architecture: that of transformers where it has the model, else that of the authors' code."""
+
+
 class Step3Planner(TwoPathPlanner):
     """See `base.Planner`. Pixels are levels x 256, uint16 little-endian, RGB."""
 
@@ -62,6 +86,7 @@ class Step3Planner(TwoPathPlanner):
         """`largest` is the longest side in pixels that an image keeps."""
         self.largest = largest
         self.with_crops = with_crops
+        self.snap = SNAPS[architecture]
         super().__init__(architecture, layout, views)
 
     def cut(self, height: int, width: int) -> Cut:
@@ -88,7 +113,7 @@ class Step3Planner(TwoPathPlanner):
             window = min(short, crop) if long > 4 * short else crop
         if not window:
             return Cut(squared, (height, width), (height, width), 0, 0, 0)
-        snapped = (_snap(height, window), _snap(width, window))
+        snapped = (self.snap(height, window), self.snap(width, window))
         rows, columns = (max(1, side // window) for side in snapped)
         return Cut(squared, (height, width), snapped, window, rows, columns)
 
@@ -141,11 +166,6 @@ class Step3Planner(TwoPathPlanner):
                 seen = snapped[top : top + cut.window, left : left + cut.window]
                 window[: seen.shape[0], : seen.shape[1]] = seen
                 _lay(window, crops[row, column])
-
-
-def _snap(side: int, window: int) -> int:
-    """A side as whole windows: one more for over a fifth of one; as it is where it is below a window."""
-    return side if side < window else window * (side // window + (5 * (side % window) > window))
 
 
 def _lay(picture: npt.NDArray[np.uint8], canvas: npt.NDArray[np.uint16]) -> None:

@@ -30,6 +30,7 @@ class Views:
     tokens: int
     nbytes: int  # of the pixels of one
     most: int = 1  # of the views of an image
+    margin: int = 0  # most rows around the tokens of one: newlines, a separator
 
 
 class TwoPathPlanner(ABC):
@@ -46,6 +47,7 @@ class TwoPathPlanner(ABC):
                 rows_per_unit=kind.patches,
                 fixed_units=True,
                 tokens_per_unit=kind.tokens,
+                margin_per_unit=kind.margin,
             )
             for path, kind in views.items()
         }
