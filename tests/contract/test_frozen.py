@@ -61,6 +61,7 @@ COMMANDS = {
     "serve": {"--config", "--print-config", "--no-graphs", "--no-reflection"},
     "check": {"--config", "--json", "--no-graphs", "--no-reflection"},
     "soak": {"--config", "--no-graphs", "--no-reflection", "--calls", "--minutes", "--concurrency", "--seed"},
+    "collect-env": {"--config", "--json", "--no-graphs", "--no-reflection"},
     "make-checkpoint": {"--arch", "--out", "--seed"},
 }
 """The flags of each command beside those of the settings."""
