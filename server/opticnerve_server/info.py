@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
-import msgspec
-
 from opticnerve.v1 import encoder_pb2 as pb
 
 from . import __version__, wire
@@ -51,6 +49,8 @@ class ServerState:
         """The model and what the engine made of it; raises ServiceError when new calls are not let in."""
         if self.phase is Phase.FAILED:
             raise ServiceError("GPU_FAULT", "the device has failed and the server stops: retry on another one")
+        if self.phase is Phase.UNHEALTHY:
+            raise ServiceError("GPU_FAULT", "the device does not compute at present: retry on another server")
         if self.stopping:
             raise ServiceError("DRAINING", "the server finishes its last calls and stops: retry on another one")
         if self.phase is Phase.CAPTURING:
@@ -78,7 +78,7 @@ def load_report(state: ServerState) -> str:
 
 def server_info(state: ServerState, phase: Phase) -> pb.GetServerInfoResponse:
     """The answer of GetServerInfo in a phase, which is any; what is not known yet stays empty."""
-    config = state.config
+    config, now = state.config, state.occupancy
     info = pb.GetServerInfoResponse(
         version=__version__,
         instance_id=state.instance_id,
@@ -97,7 +97,7 @@ def server_info(state: ServerState, phase: Phase) -> pb.GetServerInfoResponse:
             max_lease_seconds=config.max_lease,
         ),
         decode_contract=state.decode_contract,
-        occupancy=pb.Occupancy(**msgspec.structs.asdict(state.occupancy)),
+        occupancy=pb.Occupancy(items=now.items, tokens=now.tokens, bytes=now.bytes, device_tokens=now.device_tokens),
     )
     if state.ready is not None:
         _describe_engine(info, state.ready)

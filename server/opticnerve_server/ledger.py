@@ -268,7 +268,7 @@ class Ledger:
         with self._lock:
             self._expire()
             used = self._used
-            return Occupancy(used["items"], used["tokens"], used["bytes"], self._device_tokens)
+            return Occupancy(used["items"], used["tokens"], used["bytes"], device_tokens=self._device_tokens)
 
     # --- letting in
 

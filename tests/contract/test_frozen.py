@@ -160,4 +160,4 @@ def test_metric_label_values() -> None:
         "not_captured",
         "disabled",
     ]
-    assert [*Phase] == ["loading", "capturing", "ready", "draining", "failed"]
+    assert [*Phase] == ["loading", "capturing", "ready", "unhealthy", "draining", "failed"]

@@ -31,7 +31,7 @@ async def test_a_line_and_trailers(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     named = (("x-request-id", "order-7"), ("traceparent", f"00-{TRACE}-00f067aa0ba902b7-01"))
     async with serving(max_queue_tokens=1000) as server:
-        server.tell(Occupancy(3, 250, 500, 100))
+        server.tell(Occupancy(3, 250, 500, device_tokens=100))
         await until(lambda: server.frontend.state.occupancy.tokens == 250)
         call = server.stub.Encode(MIXED, metadata=named)
         await collect(call)

@@ -285,7 +285,7 @@ async def test_the_deadline_travels_to_the_engine() -> None:
         await collect(server.stub.Encode(pb.EncodeRequest(items=[raw_item(picture(8, 8))])))
         await collect(server.stub.Encode(pb.EncodeRequest(items=[raw_item(picture(8, 8))]), timeout=30))
         without, within = (message.deadline - time.monotonic() for message in server.engine.reserved)
-    assert 50 < without < 70
+    assert 50 < without < 71  # gRPC rounds up what it sends
     assert 10 < within < 31
 
 
