@@ -55,6 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     soak.add_argument("--minutes", type=float, default=10.0, metavar="M", help="at most so long. Default 10")
     soak.add_argument("--concurrency", type=int, default=24, metavar="N", help="callers at a time. Default 24")
     soak.add_argument("--seed", type=int, default=0, metavar="N", help="of what is called. Default 0")
+    env = _command(commands, "collect-env", _collect_env, "print what a bug report should say; no secrets")
+    _add_settings(env)
+    env.add_argument("--json", action="store_true", help="print JSON")
     make = _command(commands, "make-checkpoint", _make_checkpoint, "write a small checkpoint with random weights")
     make.add_argument("--arch", required=True, help="architecture, such as qwen3_vl")
     make.add_argument("--out", required=True, type=Path, metavar="DIR", help="directory to write, which is made")
@@ -133,6 +136,17 @@ def _check(options: argparse.Namespace) -> int:
     _check_secrets(resolved.config)
     report = check(resolved.config)
     print(json.dumps(report.as_dict(), indent=2) if options.json else report.as_text())
+    return 0
+
+
+def _collect_env(options: argparse.Namespace) -> int:
+    options.model = getattr(options, "model", "none")  # a report without a model is one too
+    resolved = _load(options)
+    _need_extra()
+    from .collect_env import as_text, collect_env
+
+    report = collect_env(_shown(resolved))
+    print(json.dumps(report, indent=2) if options.json else as_text(report))
     return 0
 
 

@@ -18,6 +18,8 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from opticnerve.v1 import encoder_pb2 as pb
 
+from .telemetry import CALL
+
 DOMAIN = "opticnerve"
 
 MAX_MESSAGE_CHARS = 600
@@ -119,8 +121,8 @@ def shorten(text: str, limit: int) -> str:
 
 
 def internal_error(exception: BaseException) -> ServiceError:
-    """What a caller learns of a bug: an id. The log has the id and the stack trace."""
-    error_id = uuid.uuid4().hex[:12]
+    """What a caller learns of a bug: an id, the request's where it is known. The log has the id and the stack trace."""
+    error_id = CALL.get().get("request_id") or uuid.uuid4().hex[:12]
     _log.error("internal error", extra={"error_id": error_id}, exc_info=exception)
     return ServiceError("INTERNAL", f"internal error, id={error_id}; report it with this id", subject=error_id)
 

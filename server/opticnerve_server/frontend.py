@@ -98,7 +98,7 @@ class Frontend:
         self._preprocessor = Preprocessor(config)
         self._service = EncoderService(self.state, self._admission, self._preprocessor)
         self._health = HealthServicer()
-        self._server = build_server(config, self._service, self._health)
+        self._server = build_server(self.state, self._service, self._health)
         self._started = False
 
     async def start(self, address: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 
 from opticnerve.v1 import encoder_pb2 as pb
@@ -63,9 +64,21 @@ class ServerState:
         return f" ({self.detail})" if self.detail else ""
 
 
+def load_report(state: ServerState) -> str:
+    """The server's load, at most a second old, in the JSON form of the header `endpoint-load-metrics` of the Open
+    Request Cost Aggregation (ORCA) standard, which proxies such as Envoy balance by.
+    """
+    now = state.occupancy
+    report = {
+        "application_utilization": round(now.tokens / state.config.max_queue_tokens, 4),
+        "named_metrics": {"tokens_in_flight": now.device_tokens, "tokens_queued": now.tokens - now.device_tokens},
+    }
+    return f"JSON {json.dumps(report)}"
+
+
 def server_info(state: ServerState, phase: Phase) -> pb.GetServerInfoResponse:
     """The answer of GetServerInfo in a phase, which is any; what is not known yet stays empty."""
-    config = state.config
+    config, now = state.config, state.occupancy
     info = pb.GetServerInfoResponse(
         version=__version__,
         instance_id=state.instance_id,
@@ -84,7 +97,7 @@ def server_info(state: ServerState, phase: Phase) -> pb.GetServerInfoResponse:
             max_lease_seconds=config.max_lease,
         ),
         decode_contract=state.decode_contract,
-        occupancy=pb.Occupancy(items=state.occupancy.items, tokens=state.occupancy.tokens, bytes=state.occupancy.bytes),
+        occupancy=pb.Occupancy(items=now.items, tokens=now.tokens, bytes=now.bytes, device_tokens=now.device_tokens),
     )
     if state.ready is not None:
         _describe_engine(info, state.ready)

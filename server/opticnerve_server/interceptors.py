@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, NoReturn, TypeVar
@@ -16,16 +15,19 @@ from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from grpc_status import rpc_status
 
 from . import metrics
+from .access import Access, AccessLog, identify
 from .auth import TENANT, Tokens
-from .config import Config
 from .errors import ServiceError, internal_error, to_status
 from .health import SERVICE
+from .info import ServerState, load_report
 from .metrics import Rejection
+from .telemetry import CALL
 
 DEADLINE_TOLERANCE_S = 0.05
 """At its deadline a caller cancels its call, and may be heard a little before our own clock says that it is time."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
+Trailers = tuple[tuple[str, str], ...]
 T = TypeVar("T")
 
 _REJECTIONS = {
@@ -53,9 +55,10 @@ class Border(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     `yield` when a call is cancelled, and its slots return only when the interpreter collects it.
     """
 
-    def __init__(self, config: Config, tokens: Tokens | None) -> None:
-        self._config = config
+    def __init__(self, state: ServerState, tokens: Tokens | None) -> None:
+        self._state = state
         self._tokens = tokens
+        self._log = AccessLog()
 
     async def intercept_service(
         self,
@@ -77,22 +80,26 @@ class Border(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         )
 
     def _unary(self, method: str, handler: Any) -> Any:
-        async def answer(data: bytes, context: Context) -> Any:
+        async def answer(data: bytes, context: Context, access: Access) -> Any:
             self._admit(context)
-            return await handler.unary_unary(_parsed(handler, data), context)
+            access.request(request := _parsed(handler, data))
+            return await handler.unary_unary(request, context)
 
         async def unary(data: bytes, context: Context) -> Any:
-            return await _guard(method, context, self._in_time(context, answer(data, context)))
+            access = _identified(method, context)
+            return await self._guard(context, access, self._in_time(context, answer(data, context, access)))
 
         return unary
 
     def _stream(self, method: str, handler: Any) -> Any:
-        async def answer(data: bytes, context: Context) -> None:
+        async def answer(data: bytes, context: Context, access: Access) -> None:
             self._admit(context)
-            await self._write_all(handler.unary_stream(_parsed(handler, data), context), context)
+            access.request(request := _parsed(handler, data))
+            await self._write_all(handler.unary_stream(request, context), context, access)
 
         async def stream(data: bytes, context: Context) -> None:
-            await _guard(method, context, self._in_time(context, answer(data, context)))
+            access = _identified(method, context)
+            await self._guard(context, access, self._in_time(context, answer(data, context, access)))
 
         return stream
 
@@ -114,11 +121,36 @@ class Border(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     def _admit(self, context: Context) -> None:
         """Find out who calls, for the rest of the call's task. Raises ServiceError."""
         if self._tokens is not None:
-            TENANT.set(self._tokens.tenant_of(dict(context.invocation_metadata() or ()).get("authorization")))
+            TENANT.set(self._tokens.tenant_of(_metadata(context).get("authorization")))
+
+    async def _guard(self, context: Context, access: Access, work: Awaitable[T]) -> T:
+        """Await `work`, and end the call with a status of the table if it fails. Whatever the end, it is counted."""
+        code, reason = "OK", ""
+        try:
+            result = await work
+            context.set_trailing_metadata(self._trailers())
+            return result
+        except asyncio.CancelledError:
+            code = "DEADLINE_EXCEEDED" if is_expired(context.time_remaining()) else "CANCELLED"
+            raise
+        except Exception as exception:
+            error = exception if isinstance(exception, ServiceError) else internal_error(exception)
+            code, reason = code_pb2.Code.Name(error.row.code), error.reason
+            if reason in _REJECTIONS:
+                metrics.REJECTED.labels(_REJECTIONS[reason]).inc()
+            await _abort(context, error, self._trailers())
+        finally:
+            metrics.REQUESTS.labels(access.method, code).inc()
+            metrics.REQUEST_DURATION.labels(access.method).observe(access.seconds())
+            self._log.write(access.fields(code, reason))
+
+    def _trailers(self) -> Trailers:
+        """What every answer ends with: the name of the call, and the server's load for whoever balances."""
+        return (("x-request-id", CALL.get()["request_id"]), ("endpoint-load-metrics", load_report(self._state)))
 
     async def _in_time(self, context: Context, work: Awaitable[T]) -> T:
         """A deadline for callers that set none. Others' deadlines gRPC keeps."""
-        seconds = self._config.default_timeout
+        seconds = self._state.config.default_timeout
         try:
             async with asyncio.timeout(seconds if context.time_remaining() is None else None) as limit:
                 return await work
@@ -131,10 +163,11 @@ class Border(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 metadata={"default_timeout": f"{seconds:g}"},
             ) from error
 
-    async def _write_all(self, responses: AsyncGenerator[Any, None], context: Context) -> None:
-        seconds = self._config.stream_stall_timeout
+    async def _write_all(self, responses: AsyncGenerator[Any, None], context: Context, access: Access) -> None:
+        seconds = self._state.config.stream_stall_timeout
         async with aclosing(responses):
             async for response in responses:
+                access.response(response)
                 try:
                     async with asyncio.timeout(seconds):
                         await context.write(response)
@@ -157,26 +190,16 @@ def _parsed(handler: Any, data: bytes) -> Any:
         ) from error
 
 
-async def _guard(method: str, context: Context, work: Awaitable[T]) -> T:
-    """Await `work`, and end the call with a status of the table if it fails."""
-    started = time.monotonic()
-    code = "OK"
-    try:
-        return await work
-    except asyncio.CancelledError:
-        code = "DEADLINE_EXCEEDED" if is_expired(context.time_remaining()) else "CANCELLED"
-        raise
-    except Exception as exception:
-        error = exception if isinstance(exception, ServiceError) else internal_error(exception)
-        if error.reason in _REJECTIONS:
-            metrics.REJECTED.labels(_REJECTIONS[error.reason]).inc()
-        code = code_pb2.Code.Name(error.row.code)
-        await _abort(context, error)
-    finally:
-        metrics.REQUESTS.labels(method, code).inc()
-        metrics.REQUEST_DURATION.labels(method).observe(time.monotonic() - started)
+def _metadata(context: Context) -> dict[str, str | bytes]:
+    return dict(context.invocation_metadata() or ())
 
 
-async def _abort(context: Context, error: ServiceError) -> NoReturn:
+def _identified(method: str, context: Context) -> Access:
+    """The beginning of a call: from here on what its task logs carries its names."""
+    CALL.set(identify(_metadata(context)))
+    return Access(method)
+
+
+async def _abort(context: Context, error: ServiceError, trailers: Trailers = ()) -> NoReturn:
     status = rpc_status.to_status(to_status(error))
-    await context.abort(status.code, status.details, status.trailing_metadata)
+    await context.abort(status.code, status.details, (*(status.trailing_metadata or ()), *trailers))

@@ -152,6 +152,7 @@ class Ledger:
         self._lock = threading.Lock()
         self.on_device = 0
         """Parts that copies or kernels may be using."""
+        self._device_tokens = 0
         self._drained: deque[tuple[float, int]] = deque(maxlen=256)
 
     def reserve(self, frontend: int, message: Reserve) -> list[Notice]:
@@ -229,6 +230,8 @@ class Ledger:
             self._virtual = max(self._virtual, item.order[0])
             item.on_device += 1
             self.on_device += 1
+            if item.on_device == 1:
+                self._device_tokens += item.tokens
             return True
 
     def is_wanted(self, item: Item, now: float) -> bool:
@@ -264,7 +267,8 @@ class Ledger:
         """What is inside now, the store left out."""
         with self._lock:
             self._expire()
-            return Occupancy(self._used["items"], self._used["tokens"], self._used["bytes"])
+            used = self._used
+            return Occupancy(used["items"], used["tokens"], used["bytes"], device_tokens=self._device_tokens)
 
     # --- letting in
 
@@ -402,6 +406,8 @@ class Ledger:
         self._drained.append((time.monotonic(), rows))
         item.on_device -= 1
         self.on_device -= 1
+        if not item.on_device:
+            self._device_tokens -= item.tokens
 
     def _settle(self, item: Item) -> None:
         """Once nobody holds an item and the device is done with it: keep its rows, or free everything."""

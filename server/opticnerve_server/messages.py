@@ -236,12 +236,15 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Occupancy(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Work inside the server, from the engine about once a second; also its heartbeat."""
+    """Work inside the server, from the engine about once a second; also its heartbeat. `device_tokens` are those of
+    `tokens` whose items the device works at.
+    """
 
     items: int
     tokens: int
     bytes: int
     works: bool = True  # whether the device computes
+    device_tokens: int = 0
 
 
 ToEngine = Reserve | Submit | Release | EndLeases

@@ -1,7 +1,7 @@
 """Logging of every process: a constant event and its fields, as one JSON object a line or, on a terminal, for people.
 
 Code logs through the standard library: `logging.getLogger(__name__).info("graph captured", extra={"budget": 512})`. The
-message is the event and never varies; what varies is in `extra`.
+message is the event and never varies; what varies is in `extra`. Lines of a call carry the fields of CALL besides.
 """
 
 from __future__ import annotations
@@ -10,9 +10,16 @@ import datetime
 import json
 import logging
 import sys
+from collections.abc import Mapping
+from contextvars import ContextVar
+from types import MappingProxyType
 from typing import TextIO
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+CALL: ContextVar[Mapping[str, str]] = ContextVar("call", default=MappingProxyType({}))
+"""What names the call that is being answered: `request_id`, and `trace_id` if the caller traces."""
 
 
 def set_up(process: str, stream: TextIO | None = None) -> None:
@@ -30,8 +37,8 @@ def set_up(process: str, stream: TextIO | None = None) -> None:
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, object]:
-    """What the caller put in `extra`."""
-    return {name: value for name, value in vars(record).items() if name not in _STANDARD}
+    """What the caller put in `extra`, and what names the call."""
+    return {**CALL.get(), **{name: value for name, value in vars(record).items() if name not in _STANDARD}}
 
 
 class JsonFormatter(logging.Formatter):

@@ -16,6 +16,7 @@ from opticnerve.v1 import encoder_pb2_grpc as pb_grpc
 from . import health
 from .auth import watch_tokens
 from .config import Config
+from .info import ServerState
 from .interceptors import Border
 from .tls import Certificates, watch_certificates
 from .types import Phase
@@ -45,17 +46,17 @@ def server_options(config: Config) -> list[tuple[str, int]]:
 
 
 def build_server(
-    config: Config, service: pb_grpc.EncoderServiceServicer, health_servicer: HealthServicer
+    state: ServerState, service: pb_grpc.EncoderServiceServicer, health_servicer: HealthServicer
 ) -> grpc.aio.Server:
     """A server with the service, health and reflection; not bound, not started. Raises ConfigError for tokens."""
     server = grpc.aio.server(
-        interceptors=[Border(config, watch_tokens(config))],
-        options=server_options(config),
+        interceptors=[Border(state, watch_tokens(state.config))],
+        options=server_options(state.config),
         compression=grpc.Compression.NoCompression,
     )
     pb_grpc.add_EncoderServiceServicer_to_server(service, server)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    if config.reflection:
+    if state.config.reflection:
         reflection.enable_server_reflection((health.SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME), server)
     return server
 

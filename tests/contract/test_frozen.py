@@ -65,6 +65,7 @@ COMMANDS = {
     "serve": {"--config", "--print-config", *NEGATED},
     "check": {"--config", "--json", *NEGATED},
     "soak": {"--config", "--calls", "--minutes", "--concurrency", "--seed", *NEGATED},
+    "collect-env": {"--config", "--json", *NEGATED},
     "make-checkpoint": {"--arch", "--out", "--seed"},
 }
 """The flags of each command beside those of the settings."""

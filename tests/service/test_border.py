@@ -145,12 +145,6 @@ async def test_a_caller_without_a_deadline_has_the_default_one() -> None:
     assert count(ITEMS, Result.EXPIRED) == items + 2
 
 
-async def test_the_engine_knows_the_default_deadline() -> None:
-    async with serving(default_timeout=50.0) as server:
-        await collect(server.stub.Encode(PAIR))
-        assert 40 < server.engine.reserved[-1].deadline - time.monotonic() < 50
-
-
 async def test_no_reflection() -> None:
     async with serving(reflection=False) as server:
         mirror = reflection_pb2_grpc.ServerReflectionStub(server.channel)

@@ -1432,19 +1432,23 @@ class Occupancy(google.protobuf.message.Message):
     ITEMS_FIELD_NUMBER: builtins.int
     TOKENS_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
+    DEVICE_TOKENS_FIELD_NUMBER: builtins.int
     items: builtins.int
     """Items admitted and not finished."""
     tokens: builtins.int
     """Tokens of these."""
     bytes: builtins.int
     """Bytes reserved for these."""
+    device_tokens: builtins.int
+    """Tokens of those items that are on the device; the others wait for it, or for their callers."""
     def __init__(
         self,
         *,
         items: builtins.int = ...,
         tokens: builtins.int = ...,
         bytes: builtins.int = ...,
+        device_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "items", b"items", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "device_tokens", b"device_tokens", "items", b"items", "tokens", b"tokens"]) -> None: ...
 
 global___Occupancy = Occupancy

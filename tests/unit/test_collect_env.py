@@ -1,0 +1,39 @@
+"""The report for bug reports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from opticnerve_server import __version__, cli
+
+
+def test_json_without_secrets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    secret = tmp_path / "tokens"
+    secret.write_text("red:red-token-0123456789")
+    assert cli.main(["collect-env", "--json", "--max-queue-items", "7", "--auth-token-file", str(secret)]) == 0
+    shown = capsys.readouterr().out
+    assert "red-token" not in shown
+    report = json.loads(shown)
+    assert report["opticnerve"] == __version__
+    assert report["packages"]["torch"] == torch.__version__
+    assert report["packages"]["grpcio"]
+    assert len(report["devices"]) == torch.cuda.device_count()
+    assert 1 <= report["cores"]["usable"] <= report["cores"]["machine"]
+    assert set(report["cgroup"]) >= {"memory.max", "cpu.max"}
+    assert report["settings"]["max_queue_items"] == "7  (from flag --max-queue-items)"
+
+
+def test_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["collect-env", "--model", "preset:qwen3-vl-2b"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"opticnerve: {__version__}" in lines
+    assert "  model: preset:qwen3-vl-2b  (from flag --model)" in lines
+
+
+def test_settings_that_cannot_be_used(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["collect-env", "--grace", "soon"]) == 2
+    assert "write a number of seconds" in capsys.readouterr().err
