@@ -80,7 +80,7 @@ def replay(graphs: GraphManager, batch: list[Media]) -> tuple[Capacity, torch.Te
     graph.buffers[PIXELS][: pixels.size].copy_(torch.from_numpy(pixels))
     graph.replay()
     index = torch.from_numpy(graphs.tower.gather_index(plans, {PATH: graph.lines}))
-    return graph.capacity, graphs.output(PATH, graph.lines)[index]
+    return graph.capacity, graph.output[index]
 
 
 @torch.inference_mode()

@@ -50,7 +50,12 @@ def ties() -> list[tuple[int, int]]:
     """Where two grids are as near: aspects between those of neighbouring grids, and both of a number and its mirror."""
     found = []
     for scale in range(40, 400, 7):
-        found += [(10 * scale, 10 * scale), (20 * scale, 10 * scale), (30 * scale, 20 * scale), (40 * scale, 30 * scale)]
+        found += [
+            (10 * scale, 10 * scale),
+            (20 * scale, 10 * scale),
+            (30 * scale, 20 * scale),
+            (40 * scale, 30 * scale),
+        ]
     found += [(h, w) for h, w in [(448, 448), (448, 449), (896, 448), (897, 448), (1344, 1344), (1343, 1345)]]
     return found + [(w, h) for h, w in found]
 
