@@ -85,6 +85,7 @@ _VISION["kimi_vl"] = {
     "init_pos_emb_height": 16,
     "init_pos_emb_width": 16,
 }
+_VISION["minicpmv"] = {**_VISION["gemma3"], "image_size": 980}
 _VISION["llama4"] = {
     **_VISION["gemma3"],
     "image_size": 56,
@@ -97,6 +98,7 @@ _VISION["llama4"] = {
 _SETTINGS: dict[str, dict[str, Any]] = {
     "gemma3": {"mm_tokens_per_image": 4},
     "internvl_chat": {**PROCESSORS["internvl_chat"], "ps_version": "v2", "llm_config": {"hidden_size": 128}},
+    "minicpmv": {"version": 2.6, "hidden_size": 128, "query_num": 4, "drop_vision_last_layer": False},
 }
 """What else config.json says, by architecture."""
 
@@ -104,6 +106,7 @@ _TILES: dict[str, dict[str, Any]] = {
     "gemma3": {"size": {"height": 112, "width": 112}},
     "internvl": {"size": {"height": 56, "width": 56}},
     "llama4": {"size": {"height": 56, "width": 56}},
+    "minicpmv": {"scale_resolution": 56, "image_feature_size": 4},
 }
 """Changes to the published processors: those of tiles, which would make the small towers slow, are smaller."""
 
@@ -117,6 +120,7 @@ _BARE = {
     "internvl_chat": ("vision_model.", "mlp1."),
     "llama4": ("vision_model.", "multi_modal_projector."),
     "kimi_vl": ("vision_tower.", "multi_modal_projector."),
+    "minicpmv": ("vpm.", "resampler."),
 }
 """Prefixes that published files do not put "model." before, by architecture."""
 

@@ -7,7 +7,6 @@ lose one at a few sides (25 patches are the fewest).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,12 +14,11 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 
 from ..attention.base import AttentionBackend
 from ..types import Capacity, ItemPlan, Layout
 from .base import PIXELS, BufferSpec
-from .clip import EachFrame, SampledClips
+from .clip import ClipRule, EachFrame, SampledClips
 from .config import ModelError, read_grid_config
 from .grid_tower import write_offsets
 from .layers import LayerNorm, Linear, PatchGather, Segments
@@ -94,7 +92,7 @@ class MiniCPMVConfig(TileConfig):
 
 
 class Resampler:
-    """Learned queries that attend to the patches of a slice: positions are added to keys, neither to values nor queries."""
+    """Learned queries that attend to the patches of a slice: positions are added to keys alone."""
 
     def __init__(self, source: TensorSource, config: MiniCPMVConfig, backend: AttentionBackend) -> None:
         width, queries = config.out_hidden_size, config.queries
@@ -113,7 +111,9 @@ class Resampler:
         self.out = Linear.take(source, "resampler.attn.out_proj", width, width)
         self.proj = Linear(source.take("resampler.proj", width, width).T.contiguous(), None)
 
-    def __call__(self, x: torch.Tensor, position: torch.Tensor, slices: Segments, cu_queries: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, position: torch.Tensor, slices: Segments, cu_queries: torch.Tensor
+    ) -> torch.Tensor:
         """Of patches [rows, hidden_size] at `position` int32 [rows, 2] the tokens [segments x queries, width]."""
         kv = self.norm_kv(self.kv_proj(x))
         k = self.k(kv + self._encoded(position, x.dtype)).unflatten(1, (self.heads, HEAD))
@@ -177,9 +177,7 @@ class MiniCPMVTower:
         return read_grid_config(MiniCPMVConfig, {**config, "text_config": None, "vision_config": vision})
 
     @classmethod
-    def build_planner(
-        cls, architecture: str, config: MiniCPMVConfig, processor: Mapping[str, Any]
-    ) -> SlicePlanner:
+    def build_planner(cls, architecture: str, config: MiniCPMVConfig, processor: Mapping[str, Any]) -> SlicePlanner:
         """The planner of this configuration and processor. Raises ProcessorError."""
         settings = read_settings(processor, PROCESSOR)
         require(settings, "patch_size", config.patch_size, "it must be that of the tower in config.json")
@@ -191,7 +189,11 @@ class MiniCPMVTower:
                 f"scale_resolution is {side!r} and max_slice_nums is {most!r}, must be whole numbers, at least "
                 f"{config.patch_size} and 1"
             )
-        frames = None if config.strip else SliceRule(side=side, patch=config.patch_size, most=FRAME_SLICES)
+        frames: SliceRule | None = None
+        clips: ClipRule = NO_VIDEOS
+        if not config.strip:
+            frames = SliceRule(side=side, patch=config.patch_size, most=FRAME_SLICES)
+            clips = SampledClips(sample=SAMPLER, resize=EachFrame(frames.whole), temporal_patch=1)
         return SlicePlanner(
             architecture=architecture,
             layout=Layout(config.out_hidden_size, 0),
@@ -201,11 +203,7 @@ class MiniCPMVTower:
             std=read_channels(settings, "norm_std"),
             frames=frames,
             most_frames=SAMPLER.settings.max_frames,
-            clips=SampledClips(
-                sample=SAMPLER, resize=EachFrame(lambda height, width: frames(height, width).whole), temporal_patch=1
-            )
-            if frames
-            else NO_VIDEOS,
+            clips=clips,
         )
 
     def buffers(self, path: str, capacity: Capacity) -> dict[str, BufferSpec]:

@@ -36,6 +36,7 @@ TOWERS = {
     "internvl_chat": "internvl:InternVLChatTower",
     "llama4": "llama4:Llama4Tower",
     "kimi_vl": "kimi_vl:KimiVLTower",
+    "minicpmv": "minicpmv:MiniCPMVTower",
 }
 """Tower class by architecture, which is config.json's `model_type`."""
 
@@ -56,13 +57,14 @@ CLASSES = {
     "InternVLChatModel": "internvl_chat",
     "Llama4ForConditionalGeneration": "llama4",
     "KimiVLForConditionalGeneration": "kimi_vl",
+    "MiniCPMV": "minicpmv",
 }
 """Architecture by the class name in config.json's `architectures`, which wins over `model_type`."""
 
 IN_CONFIG = {"internvl_chat": ("dynamic_image_size", "use_thumbnail", "min_dynamic_patch", "max_dynamic_patch")}
 """Keys of config.json that are the settings of the image processor, by the architectures that keep them there."""
 
-NO_VIDEO_FILE = ("gemma3", "internvl_chat", "kimi_vl", "llama4")
+NO_VIDEO_FILE = ("gemma3", "internvl_chat", "kimi_vl", "llama4", "minicpmv")
 """Architectures whose planners know without a file how they see videos, or that they do not."""
 
 ARCHITECTURES = tuple(TOWERS)

@@ -67,6 +67,10 @@ class SliceRule:
             cell=self._fitted(cell_height, cell_width),
         )
 
+    def whole(self, height: int, width: int) -> Size:
+        """The size of the first slice."""
+        return self(height, width).whole
+
     def _fitted(self, height: float, width: float) -> Size:
         """The size of one slice's area that has this aspect."""
         ratio = width / height
