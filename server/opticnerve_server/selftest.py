@@ -30,14 +30,14 @@ POISON = 255
 
 def sample_parts(planner: Planner, path: str, capacity: Capacity) -> list[ItemPlan]:
     """Images that fill a capacity as far as their sizes allow, the largest first; none if the smallest is too big."""
-    plans: dict[tuple[int, int], ItemPlan] = {}
+    plans: dict[tuple[int, int, int], ItemPlan] = {}
     for side in (*range(4, 32, 4), *range(32, 4096, 32)):
         for height, width in ((side, side), (side, 2 * side)):
             try:
                 plan = planner.plan(ImageItem(height, width))
             except PlanError:
                 continue
-            plans[plan.height, plan.width] = plan
+            plans[plan.height, plan.width, plan.tokens] = plan
     parts: list[ItemPlan] = []
     for plan in sorted(plans.values(), key=lambda plan: plan.paths[path].units, reverse=True):
         while plan.paths[path].units and holds(capacity, Load.of(part.paths[path] for part in [*parts, plan])):
