@@ -24,6 +24,7 @@ from transformers.models.got_ocr2 import image_processing_pil_got_ocr2 as got_oc
 
 import deepseek_oracle
 import kimi_oracle
+import step3_oracle
 from oracles import grid_rows
 from tiny_models import TINY
 
@@ -261,6 +262,17 @@ def deepseek_rows(directory: Path, inputs: Tensors) -> torch.Tensor:
     return deepseek_oracle.rows_of(directory, [views], torch.float32)
 
 
+def step3_views(directory: Path, image: Pixels) -> Tensors:
+    """The official views as they travel, in steps of 1/256 of a level; tests/golden says what that costs."""
+    whole, crops = map(step3_oracle.fixed_point, step3_oracle.official_views(image))
+    return {"whole": whole, "crops": crops}
+
+
+def step3_rows(directory: Path, inputs: Tensors) -> torch.Tensor:
+    return step3_oracle.rows_of(directory, inputs["whole"], inputs["crops"], torch.float32)
+
+
+STEP3 = Oracle(step3_views, step3_rows, "global=4,8 local=160", ("replay", "replay"), patches=False)
 GRID_MODELS = (
     "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen2_vl", "glm4v", "glm46v", "glm4v_moe",
 )  # fmt: skip
@@ -277,5 +289,6 @@ ORACLES: dict[str, Oracle] = {
     "deepseek_ocr": Oracle(
         deepseek_views, deepseek_rows, "global=20,40 local=36", ("replay eager", "replay"), patches=False
     ),
+    **dict.fromkeys(("step3_vl", "step_vl", "step3p7"), STEP3),
 }
 """By architecture."""

@@ -191,7 +191,7 @@ class Dispatcher:
             with self._streams.compute():
                 graph.replay()
             run = PathRun(path, Outcome.HIT, graph.capacity.units, Reason.FITS, load)
-            return run, self._graphs.output(path, graph.lines), self._graphs.arena
+            return run, graph.output, self._graphs.arena
         capacity = eager_capacity(tower.planner.paths[path], load)
         packing = Packing.of(tower.buffers(path, capacity))
         with self._streams.compute():

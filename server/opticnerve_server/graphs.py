@@ -114,11 +114,11 @@ def _units(path: str, spec: PathSpec, tokens: int, what: str) -> int:
 def _classes(units: int, items: int, spec: PathSpec, launches_by_segments: bool) -> list[Capacity]:
     if spec.fixed_units:  # a segment is a unit, no more and no less: one class is tight
         return [Capacity(units, items, segments=units, longest=spec.rows_per_unit)]
-    rows = units * spec.rows_per_unit
+    rows, most = units * spec.rows_per_unit, max(1, units // spec.units_per_segment)
     if not launches_by_segments:
-        return [Capacity(units, items, segments=units, longest=rows)]
-    few = Capacity(units, min(items, FEW_SEGMENTS), segments=min(units, FEW_SEGMENTS), longest=rows)
-    many = Capacity(units, items, segments=min(units, max(items, 64)), longest=max(256, rows // SHORT_FRACTION))
+        return [Capacity(units, items, segments=most, longest=rows)]
+    few = Capacity(units, min(items, FEW_SEGMENTS), segments=min(most, FEW_SEGMENTS), longest=rows)
+    many = Capacity(units, items, segments=min(most, max(items, 64)), longest=max(256, rows // SHORT_FRACTION))
     return [few] if many.segments <= few.segments else [few, many]
 
 
@@ -162,13 +162,17 @@ def eager_capacity(spec: PathSpec, load: Load) -> Capacity:
 
 @dataclass(slots=True)
 class Graph:
-    """One captured forward. `replay` runs it on the current stream; the result is in the path's first `lines`."""
+    """One captured forward. `replay` runs it on the current stream; `output` is valid until the path's next replay."""
 
     capacity: Capacity
     buffers: dict[str, torch.Tensor]  # views of the arena
     packing: Packing
-    lines: int
+    output: torch.Tensor  # [lines, width], which other graphs of the path write too
     replay: Callable[[], None]
+
+    @property
+    def lines(self) -> int:
+        return self.output.shape[0]
 
 
 @dataclass(slots=True)
@@ -191,8 +195,8 @@ class PathGraphs:
 class GraphManager:
     """Captures and replays; device thread only.
 
-    It owns the arena, one output buffer a path and the memory pool of all graphs. Buffers and outputs of all capacities
-    share their bytes: whoever writes a batch writes all of its metadata, and the used part of its pixels.
+    It owns the arena, the output buffers of the paths and the memory pool of all graphs. Buffers and outputs of all
+    capacities share their bytes: whoever writes a batch writes all of its metadata, and the used part of its pixels.
     """
 
     def __init__(self, tower: Tower, planned: Mapping[str, Sequence[Capacity]]) -> None:
@@ -215,10 +219,6 @@ class GraphManager:
             # One pool and one stream for all captures: the allocator reuses a pool's memory within a stream only.
             self._pool = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream()
-
-    def output(self, path: str, lines: int) -> torch.Tensor:
-        """The first `lines` of a path's output; valid until the path's next replay, on the compute stream."""
-        return self._outputs[path][:lines]
 
     def choose(self, path: str, load: Load) -> Graph | Reason:
         """The smallest captured graph that holds `load`, else why there is none."""
@@ -288,7 +288,7 @@ class GraphManager:
         self.arena.zero_()
         warm = self.tower.forward(path, buffers, capacity)
         lines = warm.shape[0]
-        if path not in self._outputs:
+        if path not in self._outputs or len(self._outputs[path]) < lines:
             self._outputs[path] = torch.empty_like(warm)
         output = self._outputs[path][:lines]
         del warm
@@ -297,7 +297,7 @@ class GraphManager:
             output.copy_(self.tower.forward(path, buffers, capacity))
 
         if not self._cuda:
-            return Graph(capacity, buffers, packing, lines, replay=run)
+            return Graph(capacity, buffers, packing, output, replay=run)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
@@ -307,4 +307,4 @@ class GraphManager:
             finally:
                 graph.capture_end()
         torch.cuda.synchronize()
-        return Graph(capacity, buffers, packing, lines, replay=graph.replay)
+        return Graph(capacity, buffers, packing, output, replay=graph.replay)

@@ -118,10 +118,10 @@ def _replay(graphs: GraphManager, path: str, graph: Graph) -> torch.Tensor:
     tower = graphs.tower
     parts = sample_parts(tower.planner, path, graph.capacity)
     write_batch(tower, path, parts, graph.packing, graphs.arena, seed=graph.capacity.units)
-    graphs.output(path, graph.lines).fill_(float("nan"))
+    graph.output.fill_(float("nan"))
     graph.replay()
     lines = torch.from_numpy(used_lines(tower, path, parts, graph.lines)).to(tower.device)
-    return graphs.output(path, graph.lines)[lines].clone()
+    return graph.output[lines].clone()
 
 
 def _name(path: str, graph: Graph) -> str:

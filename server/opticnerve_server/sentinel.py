@@ -66,7 +66,7 @@ class Sentinel:
             return None
         write_batch(graphs.tower, path, parts, graph.packing, graphs.arena, SEED)
         graph.replay()
-        return self._used(path, parts, graphs.output(path, graph.lines))
+        return self._used(path, parts, graph.output)
 
     def _used(self, path: str, parts: Sequence[ItemPlan], output: torch.Tensor) -> torch.Tensor:
         lines = used_lines(self._graphs.tower, path, parts, output.shape[0])

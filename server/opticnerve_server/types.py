@@ -90,6 +90,7 @@ class ItemPlan(msgspec.Struct, frozen=True, array_like=True):
     frame_indices: tuple[int, ...] = ()
     timestamps: tuple[float, ...] = ()
     second_per_grid_ts: float = 0.0
+    grids: tuple[tuple[int, int], ...] = ()  # patch rows and columns of every segment, where `grid` does not say them
 
     @property
     def pixel_bytes(self) -> int:

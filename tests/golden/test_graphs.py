@@ -81,7 +81,7 @@ def replay(graphs: GraphManager, batch: list[Media]) -> tuple[Capacity, torch.Te
     graph.buffers[PIXELS][: pixels.size].copy_(torch.from_numpy(pixels))
     graph.replay()
     index = torch.from_numpy(graphs.tower.gather_index(plans, {PATH: graph.lines}))
-    return graph.capacity, graphs.output(PATH, graph.lines).cpu()[index]
+    return graph.capacity, graph.output.cpu()[index]
 
 
 @torch.inference_mode()

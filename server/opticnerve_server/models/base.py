@@ -51,6 +51,7 @@ class PathSpec:
     max_units: int  # units of the largest item the model's own processor allows
     rows_per_unit: int
     fixed_units: bool = False  # a unit is a tile, one segment of its own: exact budgets for 1 to 16 of them
+    units_per_segment: int = 1  # what segments usually have at least: no capacity has more segments than that allows
     tokens_per_unit: int = 1  # what budgets and caps, which users give in tokens, are divided by
     margin_per_unit: int = 0  # most rows of an item beside those tokens: newlines and separators around a unit
 

@@ -85,6 +85,7 @@ _VISION["kimi_vl"] = {
     "init_pos_emb_height": 16,
     "init_pos_emb_width": 16,
 }
+_VISION["minicpmv"] = {**_VISION["gemma3"], "image_size": 980}
 _VISION["llama4"] = {
     **_VISION["gemma3"],
     "image_size": 56,
@@ -127,6 +128,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "deepseek_ocr": {"projector_config": {"projector_type": "linear", "n_embed": 128}},
     "step3_vl": {"understand_projector_stride": 2, "projector_bias": False},
     "internvl_chat": {**PROCESSORS["internvl_chat"], "ps_version": "v2", "llm_config": {"hidden_size": 128}},
+    "minicpmv": {"version": 2.6, "hidden_size": 128, "query_num": 4, "drop_vision_last_layer": False},
 }
 """What else config.json says, by architecture."""
 
@@ -135,6 +137,7 @@ _TILES: dict[str, dict[str, Any]] = {
     "internvl": {"size": {"height": 56, "width": 56}},
     "llama4": {"size": {"height": 56, "width": 56}},
     "deepseek_ocr": {"base_size": 256, "image_size": 192},
+    "minicpmv": {"scale_resolution": 56, "image_feature_size": 4},
 }
 """Changes to the published processors: those of tiles, which would make the small towers slow, are smaller."""
 for _step in ("step3_vl", "step_vl", "step3p7"):
@@ -151,6 +154,7 @@ _BARE = {
     "llama4": ("vision_model.", "multi_modal_projector."),
     "kimi_vl": ("vision_tower.", "multi_modal_projector."),
     **dict.fromkeys(("step3_vl", "step_vl", "step3p7"), ("vision_model.", "vit_")),
+    "minicpmv": ("vpm.", "resampler."),
 }
 """Prefixes that published files do not put "model." before, by architecture."""
 

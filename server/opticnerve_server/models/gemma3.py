@@ -19,6 +19,7 @@ from .config import ModelError, read_grid_config
 from .layers import LayerNorm, Linear, Segments
 from .processor import BILINEAR, PLAIN, ProcessorClass, ProcessorError, read_channels, read_settings, require
 from .resize import torch_bilinear
+from .siglip import Block
 from .tile_tower import TileConfig, TileTower, patch_linear
 from .tiles import OneTile, TilePlanner, TileRule, View
 from .weights import TensorSource
@@ -108,26 +109,6 @@ class PanAndScan:
         return (0, 0) if min(step, shorter) < self.min_crop else (count, step)
 
 
-class Block:
-    """Pre-norm residual attention and MLP; the three projections of attention run as one."""
-
-    def __init__(self, source: TensorSource, name: str, config: Gemma3Config, backend: AttentionBackend) -> None:
-        width, eps = config.hidden_size, config.layer_norm_eps
-        self.heads, self.backend = config.num_heads, backend
-        self.norm1 = LayerNorm.take(source, f"{name}.layer_norm1", width, eps)
-        self.qkv = Linear.joined(Linear.take(source, f"{name}.self_attn.{part}_proj", width, width) for part in "qkv")
-        self.out = Linear.take(source, f"{name}.self_attn.out_proj", width, width)
-        self.norm2 = LayerNorm.take(source, f"{name}.layer_norm2", width, eps)
-        self.fc1 = Linear.take(source, f"{name}.mlp.fc1", width, config.intermediate_size)
-        self.fc2 = Linear.take(source, f"{name}.mlp.fc2", config.intermediate_size, width)
-
-    def __call__(self, x: torch.Tensor, segments: Segments) -> torch.Tensor:
-        rows, (cu, longest) = x.shape[0], (segments.cu, segments.longest)
-        q, k, v = self.qkv(self.norm1(x)).view(rows, 3, self.heads, -1).unbind(1)
-        x = x + self.out(self.backend.attend(q, k, v, cu, cu, longest, longest, rows).flatten(1))
-        return x + self.fc2(F.gelu(self.fc1(self.norm2(x)), approximate="tanh"))
-
-
 @dataclass(frozen=True, slots=True)
 class SoftEmbeddingNorm:
     """RMSNorm in float32 to the end, with a weight that counts from 1."""
@@ -160,7 +141,9 @@ class Gemma3Tower(TileTower):
         width = config.hidden_size
         self.patch_embed = patch_linear(source, "embeddings.patch_embedding", config)
         self.positions = source.take("embeddings.position_embedding.weight", config.grid_side**2, width)
-        self.blocks = [Block(source, f"encoder.layers.{i}", config, backend) for i in range(config.depth)]
+        self.blocks = [
+            Block(source, f"encoder.layers.{i}", config, config.layer_norm_eps, backend) for i in range(config.depth)
+        ]
         self.norm = LayerNorm.take(source, "post_layernorm", width, config.layer_norm_eps)
         self.out_norm = SoftEmbeddingNorm.take(source, "projector.mm_soft_emb_norm", width, config.layer_norm_eps)
         stored = source.take("projector.mm_input_projection_weight", width, config.out_hidden_size)

@@ -113,6 +113,16 @@ for _same in ("step3_vl", "step_vl", "step3p7"):
         "image_mean": _CLIP["image_mean"],
         "image_std": _CLIP["image_std"],
     }
+PROCESSORS["minicpmv"] = {
+    "image_processor_type": "MiniCPMVImageProcessor",
+    "max_slice_nums": 9,
+    "scale_resolution": 448,
+    "patch_size": 14,
+    "slice_mode": True,
+    "image_feature_size": 64,
+    "norm_mean": [0.5, 0.5, 0.5],
+    "norm_std": [0.5, 0.5, 0.5],
+}
 PROCESSORS["qwen2_vl"] = {**PROCESSORS["qwen2_5_vl"], "max_pixels": 1003520}
 for _same in ("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"):
     PROCESSORS[_same] = PROCESSORS["qwen3_vl"]

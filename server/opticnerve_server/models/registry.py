@@ -40,6 +40,7 @@ TOWERS = {
     "step3_vl": "step3_vl:Step3Tower",
     "step_vl": "step3_vl:PerceptionTower",
     "step3p7": "step3_vl:PerceptionTower",
+    "minicpmv": "minicpmv:MiniCPMVTower",
 }
 """Tower class by architecture, which is config.json's `model_type`."""
 
@@ -67,6 +68,7 @@ CLASSES = {
     "Step3VLForConditionalGeneration": "step3_vl",
     "StepVLForConditionalGeneration": "step_vl",
     "Step3p7ForConditionalGeneration": "step3p7",
+    "MiniCPMV": "minicpmv",
 }
 """Architecture by the class name in config.json's `architectures`, which wins over `model_type`."""
 
@@ -76,7 +78,7 @@ IN_CONFIG = {"internvl_chat": ("dynamic_image_size", "use_thumbnail", "min_dynam
 IN_CODE = ("deepseek_ocr", "step3_vl", "step_vl", "step3p7")
 """Architectures whose processor is written in their code: without a file it is that."""
 
-NO_VIDEO_FILE = ("gemma3", "internvl_chat", "kimi_vl", "llama4")
+NO_VIDEO_FILE = ("gemma3", "internvl_chat", "kimi_vl", "llama4", "minicpmv")
 """Architectures whose planners know without a file how they see videos, or that they do not."""
 
 ARCHITECTURES = tuple(TOWERS)

@@ -264,3 +264,18 @@ def _even(indices: list[int]) -> list[int]:
     """Without repetitions, then the last one once more where their number is odd."""
     unique = list(dict.fromkeys(indices))
     return unique + unique[-1:] * (len(unique) % 2)
+
+
+def minicpmv(frames: int, fps: float, settings: SamplingSettings) -> list[int]:
+    """MiniCPM-V: a fixed whole step, every frame of a slower video; beyond `max_frames` the middles of equal parts."""
+    count = settings.num_frames
+    if count is not None:
+        return _middles(list(range(frames)), count)
+    assert settings.fps is not None
+    taken = list(range(0, frames, max(1, round(fps / settings.fps))))
+    return taken if len(taken) <= settings.max_frames else _middles(taken, settings.max_frames)
+
+
+def _middles(indices: list[int], count: int) -> list[int]:
+    part = len(indices) / count
+    return [indices[int(i * part + part / 2)] for i in range(count)]

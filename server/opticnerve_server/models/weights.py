@@ -40,6 +40,10 @@ class TensorSource(Protocol):
         """The tensor of this name on `device`, of `dtype`, the caller's own. Raises ModelError if there is none."""
         ...
 
+    def skip(self, prefix: str) -> None:
+        """Leave out tensors whose names begin so, if there are any: the tower has no use for them."""
+        ...
+
     @property
     def count(self) -> int:
         """How many tensors were taken."""
@@ -111,6 +115,10 @@ class CheckpointTensors:
         self._digests[name] = _digest(name, tensor)
         return tensor.to(self.device, self.dtype, copy=True)
 
+    def skip(self, prefix: str) -> None:
+        """See `TensorSource.skip`."""
+        self._left = {name: where for name, where in self._left.items() if not name.startswith(prefix)}
+
     @property
     def count(self) -> int:
         """See `TensorSource.count`."""
@@ -177,6 +185,9 @@ class DummyTensors:
         if name.endswith(("_min", "_max")):  # bounds, which clip a few numbers in a hundred
             return noise.mul_(0.1).add_(2).mul_(-1 if name.endswith("_min") else 1)
         return noise.mul_(0.1).add_(1) if name.endswith((".weight", "_scale")) else noise.mul_(0.02)
+
+    def skip(self, prefix: str) -> None:
+        """See `TensorSource.skip`; there are none."""
 
     @property
     def count(self) -> int:

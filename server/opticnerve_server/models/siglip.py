@@ -1,0 +1,33 @@
+"""The block of SigLIP's encoder, which Gemma 3 and MiniCPM-V have."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ..attention.base import AttentionBackend
+from .layers import LayerNorm, Linear, Segments
+from .tile_tower import TileConfig
+from .weights import TensorSource
+
+
+class Block:
+    """Pre-norm residual attention and MLP; the three projections of attention run as one."""
+
+    def __init__(
+        self, source: TensorSource, name: str, config: TileConfig, eps: float, backend: AttentionBackend
+    ) -> None:
+        width = config.hidden_size
+        self.heads, self.backend = config.num_heads, backend
+        self.norm1 = LayerNorm.take(source, f"{name}.layer_norm1", width, eps)
+        self.qkv = Linear.joined(Linear.take(source, f"{name}.self_attn.{part}_proj", width, width) for part in "qkv")
+        self.out = Linear.take(source, f"{name}.self_attn.out_proj", width, width)
+        self.norm2 = LayerNorm.take(source, f"{name}.layer_norm2", width, eps)
+        self.fc1 = Linear.take(source, f"{name}.mlp.fc1", width, config.intermediate_size)
+        self.fc2 = Linear.take(source, f"{name}.mlp.fc2", config.intermediate_size, width)
+
+    def __call__(self, x: torch.Tensor, segments: Segments) -> torch.Tensor:
+        rows, (cu, longest) = x.shape[0], (segments.cu, segments.longest)
+        q, k, v = self.qkv(self.norm1(x)).view(rows, 3, self.heads, -1).unbind(1)
+        x = x + self.out(self.backend.attend(q, k, v, cu, cu, longest, longest, rows).flatten(1))
+        return x + self.fc2(F.gelu(self.fc1(self.norm2(x)), approximate="tanh"))
