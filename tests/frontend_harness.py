@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fake_engine import FakeEngine
 from fake_planner import FakePlanner
+from opticnerve.channel import Tls
 from opticnerve.v1 import encoder_pb2 as pb
 from opticnerve.v1 import encoder_pb2_grpc as pb_grpc
 from opticnerve_server import messages
@@ -51,6 +52,7 @@ class Harness:
     control: socket.socket
     run: asyncio.Task[int]
     channel: grpc.aio.Channel
+    address: str
 
     @property
     def stub(self) -> pb_grpc.EncoderServiceAsyncStub:
@@ -83,6 +85,7 @@ async def serving(
     open_model: Callable[[Config], Model] | None = None,
     engine_class: type[FakeEngine] = FakeEngine,
     channel_options: Sequence[tuple[str, int]] = (),
+    tls: Tls | None = None,
     **settings: object,
 ) -> AsyncIterator[Harness]:
     """A harness that serves, or with ready=False one that was told nothing yet. At the end every slot is back."""
@@ -107,8 +110,13 @@ async def serving(
         port = await frontend.start("127.0.0.1:0")
         run = asyncio.create_task(frontend.run())
         try:
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", channel_options) as channel:
-                harness = Harness(engine, frontend, control, run, channel)
+            address = f"127.0.0.1:{port}"
+            if tls is None:
+                opened = grpc.aio.insecure_channel(address, channel_options)
+            else:
+                opened = grpc.aio.secure_channel(address, tls.credentials(), channel_options)
+            async with opened as channel:
+                harness = Harness(engine, frontend, control, run, channel, address)
                 if ready:
                     harness.tell(READY, PhaseChange(Phase.READY))
                     await harness.until_serving()

@@ -2,6 +2,7 @@
 
 python load.py calls ADDRESS FILE COUNT DEADLINE    COUNT calls at once, each with the image in FILE
 python load.py probe ADDRESS                        health checks until its standard input ends
+python load.py stall ADDRESS                        one call of megabytes of rows; reads one message, says so, and waits
 """
 
 from __future__ import annotations
@@ -68,9 +69,22 @@ def probe(address: str) -> dict[str, Any]:
     return {"checks": len(seconds), "slowest_s": max(seconds), "always_serving": serving, "late_s": late}
 
 
+def stall(address: str) -> None:
+    # By itself gRPC widens its window with what it measures, until it holds what nobody reads.
+    narrow = [*NO_RETRIES, ("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 64 << 10)]
+    image = pb.RawImage(height=1024, width=1024, data=bytes(3 << 20))
+    request = pb.EncodeRequest(items=[pb.Item(raw_image=image)] * 6, dtype=pb.DTYPE_FLOAT32)
+    with grpc.insecure_channel(address, options=narrow) as channel:
+        next(pb_grpc.EncoderServiceStub(channel).Encode(request))
+        print("reading", flush=True)
+        time.sleep(600)
+
+
 def main(command: str, address: str, *arguments: str) -> None:
     if command == "probe":
         print(json.dumps(probe(address)))
+    elif command == "stall":
+        stall(address)
     else:
         file, count, deadline = arguments
         print(json.dumps(asyncio.run(calls(address, Path(file).read_bytes(), int(count), float(deadline)))))

@@ -9,15 +9,20 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 PROGRAM = Path(sys.executable).with_name("opticnerve-server")
+TAMPERED = (sys.executable, Path(__file__).with_name("tampered_server.py"))
+"""The same with a device that does as a test wants."""
+
 WAIT_S = 120.0
 """No wait of these tests takes a tenth of this on an idle machine."""
 
@@ -38,13 +43,15 @@ def eventually(condition: Callable[[], Any], seconds: float = WAIT_S) -> Any:
 class RunningServer:
     """Its temporary files lie in `directory`/tmp, its log in `directory`/log."""
 
-    def __init__(self, model: Path, directory: Path, *flags: str, **environment: str) -> None:
+    def __init__(
+        self, model: Path, directory: Path, *flags: str, program: Sequence[str | Path] = (PROGRAM,), **environment: str
+    ) -> None:
         self.temporary, self._log = directory / "tmp", directory / "log"
         self.temporary.mkdir(parents=True)
         ports = [
             word for port in ("listen", "health-listen", "metrics-listen") for word in (f"--{port}", "127.0.0.1:0")
         ]
-        command = [PROGRAM, "serve", "--model", model, *DEFAULTS, *ports, *flags]
+        command = [*program, "serve", "--model", model, *DEFAULTS, *ports, *flags]
         with self._log.open("w") as log:
             variables = os.environ | {"TMPDIR": str(self.temporary)} | environment
             self.process = subprocess.Popen(command, env=variables, stdout=log)
@@ -55,6 +62,15 @@ class RunningServer:
         self.address: str = listening["listen"]
         self.health_address: str = listening["health_listen"]
         self.metrics_address: str = listening["metrics_listen"]
+
+    def health(self) -> dict[str, bool]:
+        """What the health port answers, by name: whether it is SERVING."""
+        with grpc.insecure_channel(self.health_address) as channel:
+            check = health_pb2_grpc.HealthStub(channel).Check
+            return {
+                name: check(health_pb2.HealthCheckRequest(service=name), timeout=5).status == 1
+                for name in ("readiness", "liveness", "startup")
+            }
 
     # --- its log
 
@@ -164,9 +180,11 @@ def has_ended(pid: int) -> bool:
 
 
 @contextmanager
-def running(model: Path, directory: Path, *flags: str, **environment: str) -> Iterator[RunningServer]:
+def running(
+    model: Path, directory: Path, *flags: str, program: Sequence[str | Path] = (PROGRAM,), **environment: str
+) -> Iterator[RunningServer]:
     """A server from ready to stopped. One that still runs at the end must stop with 0 and leave nothing behind."""
-    server = RunningServer(model, directory, *flags, **environment)
+    server = RunningServer(model, directory, *flags, program=program, **environment)
     try:
         server.wait_until_ready()
         yield server

@@ -12,6 +12,7 @@ asyncio. Errors are in `opticnerve.errors`, the wire messages in `opticnerve.v1`
 PIL.
 """
 
+from opticnerve.channel import Tls
 from opticnerve.client import AsyncClient
 from opticnerve.errors import OpticnerveError, ProtocolError, ServerError
 from opticnerve.media import (
@@ -49,6 +50,7 @@ __all__ = [
     "SizeSource",
     "Span",
     "Timings",
+    "Tls",
     "Video",
     "VideoSize",
     "digest",

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, TypeVar, overload
 
 import grpc.aio
 
-from opticnerve.channel import SERVICE, Connection, to_server_error
+from opticnerve.channel import SERVICE, Connection, Tls, to_server_error
 from opticnerve.errors import (
     DeadlineExceededError,
     ImageInvalidError,
@@ -45,6 +45,8 @@ class AsyncClient:
             fails with the reason: UnavailableError where nothing listens, LoadingError, CapturingGraphsError and so on.
         model: refuse servers of another model (ModelNotLoadedError); "" takes any.
         fingerprint: refuse to encode where embeddings do not fit this one (FingerprintMismatchError); "" takes any.
+        tls: how to encrypt; None for plaintext. Raises OSError, in the first call, for files that cannot be read.
+        token: bearer token for servers that ask for one.
 
     Every call raises ServerError, by leaf (`opticnerve.errors`), and ProtocolError.
     """
@@ -57,8 +59,12 @@ class AsyncClient:
         wait_until_ready: bool = True,
         model: str = "",
         fingerprint: str = "",
+        tls: Tls | None = None,
+        token: str = "",
     ) -> None:
         self._server = server
+        self._tls = tls
+        self._token = token
         self._timeout = timeout
         self._wait_until_ready = wait_until_ready
         self._model = model
@@ -189,8 +195,8 @@ class AsyncClient:
         """Ends a lease on the rows of each of `digests`; returns how many there were."""
         patience = self._patience(timeout)
         request = pb.ReleaseRequest(digests=digests)
-        stub = self._connection(self._wait_until_ready).encoder
-        call = stub.Release(request, timeout=patience.left())
+        connection = self._connection(self._wait_until_ready)
+        call = connection.encoder.Release(request, timeout=patience.left(), metadata=connection.metadata)
         return (await self._result(call, patience, waited=self._wait_until_ready)).released
 
     @overload
@@ -220,8 +226,8 @@ class AsyncClient:
             request = pb.PlanItemsRequest(model=self._model)
             for index, header_bytes in asked.items():
                 request.items.append(await asyncio.to_thread(to_media_size, sources[index], header_bytes, index))
-            stub = self._connection(self._wait_until_ready).encoder
-            call = stub.PlanItems(request, timeout=patience.left())
+            connection = self._connection(self._wait_until_ready)
+            call = connection.encoder.PlanItems(request, timeout=patience.left(), metadata=connection.metadata)
             response = await self._result(call, patience, waited=self._wait_until_ready)
             if len(response.items) != len(asked):
                 raise ProtocolError(f"the server answers {len(response.items)} of {len(asked)} sizes")
@@ -273,7 +279,9 @@ class AsyncClient:
         if self._closed:
             raise RuntimeError("the client is closed")
         if wait_until_ready not in self._connections:
-            self._connections[wait_until_ready] = Connection(self._server, wait_until_ready=wait_until_ready)
+            self._connections[wait_until_ready] = Connection(
+                self._server, wait_until_ready=wait_until_ready, tls=self._tls, token=self._token
+            )
         return self._connections[wait_until_ready]
 
     async def _answers(
@@ -311,7 +319,8 @@ class AsyncClient:
     async def _attempt(
         self, request: pb.EncodeRequest, receiver: Receiver, patience: Patience
     ) -> AsyncGenerator[tuple[int, Embedding | Held | ServerError], None]:
-        call = self._connection(self._wait_until_ready).encoder.Encode(request, timeout=patience.left())
+        connection = self._connection(self._wait_until_ready)
+        call = connection.encoder.Encode(request, timeout=patience.left(), metadata=connection.metadata)
         try:
             async for message in call:
                 answer = receiver.receive(message)
@@ -349,8 +358,10 @@ class AsyncClient:
         return failure
 
     async def _ask_info(self, timeout: float | None) -> pb.GetServerInfoResponse:
-        stub = self._connection(wait_until_ready=False).encoder
-        info = await stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout)
+        connection = self._connection(wait_until_ready=False)
+        info = await connection.encoder.GetServerInfo(
+            pb.GetServerInfoRequest(), timeout=timeout, metadata=connection.metadata
+        )
         self._max_request_bytes = info.limits.max_request_bytes
         return info
 

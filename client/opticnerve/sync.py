@@ -9,6 +9,7 @@ from threading import Thread
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, overload
 
+from opticnerve.channel import Tls
 from opticnerve.client import DEFAULT_SERVER, DEFAULT_TIMEOUT_S, AsyncClient
 from opticnerve.errors import ServerError
 from opticnerve.media import MediaSource, SizeSource
@@ -33,9 +34,17 @@ class Client:
         wait_until_ready: bool = True,
         model: str = "",
         fingerprint: str = "",
+        tls: Tls | None = None,
+        token: str = "",
     ) -> None:
         self._client = AsyncClient(
-            server, timeout=timeout, wait_until_ready=wait_until_ready, model=model, fingerprint=fingerprint
+            server,
+            timeout=timeout,
+            wait_until_ready=wait_until_ready,
+            model=model,
+            fingerprint=fingerprint,
+            tls=tls,
+            token=token,
         )
         self._stop = asyncio.Event()
         started: Future[asyncio.AbstractEventLoop] = Future()

@@ -103,21 +103,23 @@ class Batcher:
         """Wait for work and a free device; the batch is then the caller's. None after `stop` when nothing is left.
 
         `land` starts the copy of a joining part's pixels and says where they begin; `idle` is called about once a
-        second while waiting.
+        second while waiting, and may take its time: neither is called under the lock.
         """
         while True:
+            quiet = False
             with self._changed:
                 joined = self._join()
-                while not joined and not (self._open.parts and self._free):
+                if not joined and not (self._open.parts and self._free):
                     if self._stopped and not self._open.parts and not self._ready:
                         return None
-                    if not self._changed.wait(timeout=1.0):
-                        idle()
+                    quiet = not self._changed.wait(timeout=1.0)
                     joined = self._join()
+            if quiet:
+                idle()
             for part in joined:
                 part.landed_at = land(part)
             with self._changed:
-                if not self._free:
+                if not (self._open.parts and self._free):
                     continue
                 batch, self._open = self._open, Batch()
                 self._free = False

@@ -73,7 +73,7 @@ class Options:
     fingerprint: str
     dtype: str
     arrived: float  # time.monotonic(), as is the next
-    deadline: float  # infinity when the caller set none
+    deadline: float
     tenant: str = ""
     max_chunk_bytes: int = MAX_CHUNK_BYTES
     hold: Hold | None = None

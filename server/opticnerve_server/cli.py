@@ -92,6 +92,15 @@ def _shown(resolved: Resolved[Config]) -> dict[str, str]:
     return {name: f"{text(getattr(resolved.config, name))}  ({source})" for name, source in resolved.sources.items()}
 
 
+def _check_secrets(config: Config) -> None:
+    """Read their files once, before anything is started. Raises ConfigError."""
+    from .auth import watch_tokens
+    from .tls import watch_certificates
+
+    watch_tokens(config)
+    watch_certificates(config)
+
+
 def _serve(options: argparse.Namespace) -> int:
     resolved = _load(options)
     if options.print_config:
@@ -102,6 +111,7 @@ def _serve(options: argparse.Namespace) -> int:
     from .models.registry import open_model
 
     open_model(resolved.config.model, resolved.config.load_format)  # the cheapest mistakes first, before any port
+    _check_secrets(resolved.config)
     telemetry.set_up("supervisor")
     for warning in resolved.warnings:
         log.warning("setting ignored", extra={"reason": warning})
@@ -119,6 +129,7 @@ def _check(options: argparse.Namespace) -> int:
     _need_extra()
     from .check import check
 
+    _check_secrets(resolved.config)
     report = check(resolved.config)
     print(json.dumps(report.as_dict(), indent=2) if options.json else report.as_text())
     return 0

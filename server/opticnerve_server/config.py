@@ -19,6 +19,7 @@ from .settings import (
     choice,
     integer,
     or_word,
+    positive_seconds,
     resolve,
     seconds,
     setting,
@@ -98,7 +99,8 @@ def _model(text: str) -> str:
     return text
 
 
-_MODEL, _PORTS, _GRAPHS, _LIMITS, _LIFE = "model", "ports and processes", "graphs", "limits", "life"
+_MODEL, _PORTS, _SECURITY = "model", "ports and processes", "security"
+_GRAPHS, _LIMITS, _LIFE = "graphs", "limits", "life"
 _count = integer(1)
 _optional_count = or_word("none", None, _count)
 
@@ -206,6 +208,47 @@ class Config:
         "the cores, split over the front-ends.",
         "N",
         default_factory=lambda: default_preprocess_threads(default_frontends()),
+    )
+
+    tls_cert: str = setting(
+        str,
+        _SECURITY,
+        "Certificate chain of the service's port, PEM. Read again when it changes, as are the next two.",
+        "plaintext: inside a cluster a mesh often encrypts.",
+        "FILE",
+        default="",
+    )
+    tls_key: str = setting(
+        str,
+        _SECURITY,
+        "Key of tls_cert, PEM, without a password.",
+        "it goes with tls_cert.",
+        "FILE",
+        default="",
+    )
+    tls_client_ca: str = setting(
+        str,
+        _SECURITY,
+        "Authorities whose certificates callers must show, PEM.",
+        "callers need no certificate.",
+        "FILE",
+        default="",
+    )
+    reflection: bool = setting(
+        boolean,
+        _SECURITY,
+        "--no-reflection hides the list of calls from tools such as grpcurl.",
+        "the contract is public.",
+        "",
+        default=True,
+    )
+    auth_token_file: str = setting(
+        str,
+        _SECURITY,
+        "File of TENANT:TOKEN lines; calls need one of these bearer tokens. Read again when it changes.",
+        "whoever reaches the port may call.",
+        "FILE",
+        default="",
     )
 
     graphs: bool = setting(
@@ -329,6 +372,23 @@ class Config:
         default=32 << 20,
     )
 
+    default_timeout: float = setting(
+        positive_seconds,
+        _LIMITS,
+        "Seconds that a call may take whose caller set no deadline.",
+        "a caller that is gone without a word holds its share no longer than that.",
+        "S",
+        default=120.0,
+    )
+    stream_stall_timeout: float = setting(
+        positive_seconds,
+        _LIMITS,
+        "Seconds that a caller may take none of the messages that wait for it, before its call ends.",
+        "its rows hold memory that others wait for.",
+        "S",
+        default=60.0,
+    )
+
     startup_timeout: float = setting(
         seconds,
         _LIFE,
@@ -355,6 +415,11 @@ class Config:
     )
 
     def __post_init__(self) -> None:
+        if bool(self.tls_cert) != bool(self.tls_key):
+            given, missing = ("tls_cert", "tls_key") if self.tls_cert else ("tls_key", "tls_cert")
+            raise ConfigError(f"{given} is set without {missing}: set both for TLS, none for plaintext")
+        if self.tls_client_ca and not self.tls_cert:
+            raise ConfigError("tls_client_ca is set without tls_cert and tls_key: callers' certificates need TLS")
         if self.max_request_bytes > self.max_queue_bytes:
             raise ConfigError(
                 f"max_request_bytes = {self.max_request_bytes} is over max_queue_bytes = {self.max_queue_bytes}: "

@@ -18,10 +18,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
+import msgspec
 import torch
 
 from . import __version__, metrics
-from .batcher import Batch, Batcher, Failure, Part
+from .batcher import Batcher, Failure, Part
 from .config import Config
 from .dispatcher import Dispatcher, Finished
 from .graphs import GraphsFailed
@@ -31,7 +32,9 @@ from .loading import Loaded, load
 from .media import CONTRACT
 from .messages import EndLeases, EngineReady, Message, PathState, PhaseChange, Release, Reserve, Stop, Submit
 from .peers import Peers
+from .runner import DeviceBroken, Runner, device_is_broken
 from .selftest import self_test
+from .sentinel import Sentinel, SentinelFailed
 from .slots import Arena
 from .types import Capacity, Phase
 
@@ -39,13 +42,10 @@ log = logging.getLogger(__name__)
 
 EXIT_RUNTIME, EXIT_CONFIG, EXIT_GPU_FAULT = 1, 2, 3
 
-IDLE = float("inf")
-
 STUCK_S = 120.0
 """A batch that the device has not computed after so long never will be: the engine stops giving signs of life."""
 
 EXPIRED = Failure("EXPIRED_IN_QUEUE", "the deadline passed while the item waited for the device")
-NO_MEMORY = Failure("GPU_MEMORY", "the device has no memory for this item; retry later or send less at once", 1.0)
 
 
 def main(config: Config, control: socket.socket, arena_fd: int) -> None:
@@ -54,9 +54,12 @@ def main(config: Config, control: socket.socket, arena_fd: int) -> None:
     sys.setswitchinterval(0.0002)
     try:
         Engine(config, control, arena_fd).run()
-    except (ValueError, GraphsFailed) as error:
+    except (ValueError, GraphsFailed, SentinelFailed) as error:
         log.error("cannot start", extra={"error": str(error)})
-        sys.exit(EXIT_RUNTIME if isinstance(error, GraphsFailed) else EXIT_CONFIG)
+        sys.exit(EXIT_CONFIG if isinstance(error, ValueError) else EXIT_RUNTIME)
+    except DeviceBroken:
+        log.critical("the device is broken, the process ends")
+        os._exit(EXIT_GPU_FAULT)
 
 
 class Engine:
@@ -75,8 +78,8 @@ class Engine:
         self._telling = threading.Lock()
         self.counts = Counts()
         self.stopping = threading.Event()
-        self.batcher: Batcher | None = None  # from READY on
-        self._launched_at = IDLE  # time.monotonic() of the batch on the device
+        self.batcher: Batcher | None = None  # from READY on, as is the next
+        self.runner: Runner | None = None
 
     def run(self) -> None:
         """The life of the process, on its main thread."""
@@ -184,7 +187,7 @@ class Engine:
         )
         bounds = {path: graphs.paths[path].capacities or planned for path, planned in loaded.capacities.items()}
         self.batcher = Batcher(self.ledger, tower.planner, bounds)
-        return Dispatcher(
+        dispatcher = Dispatcher(
             tower,
             graphs,
             _pinned(self.arena, tower.device),
@@ -194,49 +197,34 @@ class Engine:
             on_computed=self._computed,
             on_finished=self._finished,
         )
+        self.runner = Runner(
+            dispatcher,
+            Sentinel(graphs, loaded.capacities),
+            fail=self._fail,
+            free=self.batcher.device_free,
+            changed=self._tell_load,
+        )
+        return dispatcher
 
     def _serve(self, dispatcher: Dispatcher) -> None:
-        """Run batches until told to stop, then those that are queued."""
-        batcher = self.batcher
+        """Run batches until told to stop, then those that are queued. Raises DeviceBroken."""
+        batcher, runner = self.batcher, self.runner
         assert batcher is not None
+        assert runner is not None
         finisher = _thread(dispatcher.finish_forever, "finisher")
         if self.stopping.is_set():
             batcher.stop()
-        while (batch := batcher.take(lambda part: _land(dispatcher, part), self._beat)) is not None:
+        while (batch := batcher.take(runner.land, runner.idle)) is not None:
             for part in batch.dropped:
                 self._fail(part, part.failure or EXPIRED)
-            self._run(dispatcher, batch)
+            runner.run(batch)
         dispatcher.stop()
         finisher.join()
         self.counts.tell()
 
-    def _run(self, dispatcher: Dispatcher, batch: Batch) -> None:
-        """Launch a batch; what a failure means depends on whether the device still works."""
-        self._launched_at = time.monotonic()
-        try:
-            try:
-                dispatcher.run(batch)
-            except torch.OutOfMemoryError:
-                torch.cuda.empty_cache()  # what eager forwards of other sizes have left
-                dispatcher.run(batch)
-            return
-        except torch.OutOfMemoryError:
-            failure = NO_MEMORY
-        except Exception:
-            log.exception("batch failed", extra={"parts": len(batch.parts)})
-            failure = Failure("INTERNAL", "the forward failed; the server's log has the details")
-        _check_device()
-        dispatcher.discard()
-        for part in batch.parts:
-            self._fail(part, failure)
-        self._computed()
-
     def _computed(self) -> None:
-        """The device could take another batch."""
-        assert self.batcher is not None
-        self._launched_at = IDLE
-        self._beat()
-        self.batcher.device_free()
+        assert self.runner is not None, "nothing is launched but by it"
+        self.runner.computed()
 
     def _finished(self, finished: Finished) -> None:
         """Report a batch to front-ends and metrics; on the finisher."""
@@ -268,11 +256,6 @@ class Engine:
         for frontend, message in notices:
             self.peers.tell_frontend(frontend, message)
 
-    def _beat(self) -> None:
-        """The device has nothing to do, or has just done it."""
-        if self._launched_at == IDLE:
-            metrics.GPU_HEARTBEAT.set(time.time())
-
     # --- receiver
 
     def _receive_forever(self) -> None:
@@ -296,11 +279,16 @@ class Engine:
         metrics.STORE_BYTES.set(store.used_bytes)
         metrics.STORE_LEASED_BYTES.set(store.leased_bytes)
         self.counts.tell_if_due()
-        stuck = time.monotonic() - self._launched_at
+        stuck = 0.0 if self.runner is None else time.monotonic() - self.runner.busy_since
         if stuck < STUCK_S:
-            self.peers.tell_supervisor(occupancy)
+            self._tell_load()
         else:
             log.error("a batch does not end", extra={"seconds": round(stuck)})
+
+    def _tell_load(self) -> None:
+        """Tell the supervisor how much is inside, and whether the device works. Any thread."""
+        works = self.runner is None or self.runner.works
+        self.peers.tell_supervisor(msgspec.structs.replace(self.ledger.occupancy(), works=works))
 
     def _receive(self, frontend: int | None) -> None:
         """Read and act on one message of a front-end, or of the supervisor (None)."""
@@ -352,39 +340,11 @@ def _thread(target: Callable[[], None], name: str) -> threading.Thread:
             target()
         except BaseException:
             log.exception("thread died", extra={"thread": name})
-            os._exit(EXIT_GPU_FAULT if _device_is_broken() else EXIT_RUNTIME)
+            os._exit(EXIT_GPU_FAULT if device_is_broken() else EXIT_RUNTIME)
 
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
     return thread
-
-
-def _land(dispatcher: Dispatcher, part: Part) -> int:
-    """`Dispatcher.land`; a part that finds no memory, though the cache was emptied for it, is marked as failed."""
-    for _ in range(2):
-        try:
-            return dispatcher.land(part)
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
-    part.failure = NO_MEMORY
-    return 0
-
-
-def _device_is_broken() -> bool:
-    """Whether the CUDA context is unusable: after a sticky error every call fails."""
-    if not torch.cuda.is_initialized():
-        return False
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError:
-        return True
-    return False
-
-
-def _check_device() -> None:
-    if _device_is_broken():
-        log.critical("the device is broken, the process ends")
-        os._exit(EXIT_GPU_FAULT)
 
 
 def _pinned(arena: Arena, device: torch.device) -> torch.Tensor:

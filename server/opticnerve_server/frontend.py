@@ -15,13 +15,16 @@ from .admission import Admission
 from .config import Config
 from .info import Model, ServerState
 from .media import CONTRACT
-from .messages import EngineReady, FrontendReady, Occupancy, PhaseChange, Stop
+from .messages import EngineReady, FrontendAlive, FrontendReady, Occupancy, PhaseChange, Stop
 from .ports import advertised
 from .preprocess import Preprocessor
 from .service import EncoderService
 from .slots import Arena
-from .transport import HealthServicer, build_server, publish_health
+from .transport import HealthServicer, add_port, build_server, publish_health
 from .types import Phase
+
+BEAT_S = 1.0
+"""Between two signs of life to the supervisor."""
 
 FAREWELL_S = 1.0
 """Time for the last statuses to reach their callers once no call is inside."""
@@ -101,17 +104,20 @@ class Frontend:
     async def start(self, address: str) -> int:
         """Bind and answer, NOT_SERVING; the port. Raises RuntimeError when the address cannot be had."""
         await self._publish()  # before the first Check: the servicer is born SERVING
-        port = self._server.add_insecure_port(address)
+        port = add_port(self._server, address, self.state.config)
         bound = f"{address.rpartition(':')[0]}:{port}"
         self.state.address = advertised(bound) if self.state.config.advertise == "auto" else self.state.config.advertise
         await self._server.start()
         return port
 
     async def run(self) -> int:
-        """Load the model and follow the supervisor until the end; the exit code. Fails if the model does not load."""
+        """Load the model and follow the supervisor until the end; the exit code.
+
+        Fails if the model does not load, and if a worker thread has died.
+        """
         try:
             async with asyncio.TaskGroup() as tasks:
-                beside = [tasks.create_task(self._load_model()), tasks.create_task(self._watch_engine())]
+                beside = [tasks.create_task(self._speak()), tasks.create_task(self._watch_engine())]
                 code = await self._follow()
                 for task in beside:
                     task.cancel()
@@ -119,10 +125,16 @@ class Frontend:
         finally:
             await self._end()
 
-    async def _load_model(self) -> None:
+    async def _speak(self) -> None:
+        """Load the model, then give signs of life while there is life to give signs of."""
         self.state.model = await asyncio.to_thread(self._open_model, self.state.config)
         await self._publish()
-        await asyncio.get_running_loop().sock_sendall(self._control, messages.encode(FrontendReady()))
+        message: FrontendReady | FrontendAlive = FrontendReady()
+        while True:
+            await asyncio.get_running_loop().sock_sendall(self._control, messages.encode(message))
+            await asyncio.sleep(BEAT_S)
+            self._preprocessor.check()
+            message = FrontendAlive()
 
     async def _watch_engine(self) -> None:
         """The engine's end fails every call; the supervisor decides what comes next."""

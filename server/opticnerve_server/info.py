@@ -48,6 +48,8 @@ class ServerState:
         """The model and what the engine made of it; raises ServiceError when new calls are not let in."""
         if self.phase is Phase.FAILED:
             raise ServiceError("GPU_FAULT", "the device has failed and the server stops: retry on another one")
+        if self.phase is Phase.UNHEALTHY:
+            raise ServiceError("GPU_FAULT", "the device does not compute at present: retry on another server")
         if self.stopping:
             raise ServiceError("DRAINING", "the server finishes its last calls and stops: retry on another one")
         if self.phase is Phase.CAPTURING:

@@ -1,10 +1,12 @@
 """The supervisor: the only file that knows the order in which a server starts, lives and ends.
 
     bind all ports, NOT_SERVING -> shared memory -> engine and front-ends -> LOADING -> CAPTURING -> READY, SERVING
+    the device does not compute -> UNHEALTHY, NOT_SERVING -> it does again -> READY, SERVING
     SIGTERM -> DRAINING, NOT_SERVING -> drain delay -> front-ends finish their calls -> engine -> exit 0
 
 Exit codes: 0 a stop that was asked for, 2 a configuration or model that cannot be served, 1 any other failure, 3 an
-engine that died while serving. A front-end that dies is replaced: its own calls alone are lost.
+engine that died while serving. A front-end that dies, or says nothing any more, is replaced: its own calls alone are
+lost.
 """
 
 from __future__ import annotations
@@ -51,6 +53,10 @@ SAME_SIGNAL_S = 0.5
 
 SILENCE_S = 60.0
 """An engine that has sent no Occupancy, due every second, for that long is not alive any more."""
+
+FRONTEND_SILENCE_S = 20.0
+"""A front-end that has sent no FrontendAlive, due every second, for that long is stopped, or its loop is stuck: its
+callers wait in vain, and so do new ones. It is killed, which tells them, and replaced."""
 
 _TICK_S = 1.0
 _PROBE_S = 0.05
@@ -224,7 +230,9 @@ class Supervisor:
     def _serve(self) -> None:
         self._heartbeat = time.monotonic()
         while not self._stops:
+            began = time.monotonic()
             self._step(_TICK_S)
+            self._end_silent_frontends(began)
             alive = time.monotonic() - self._heartbeat < SILENCE_S
             if alive is not self._alive:
                 self._alive = alive
@@ -234,8 +242,8 @@ class Supervisor:
     def _step(self, timeout: float) -> None:
         """Handle what has happened, or wait for it up to `timeout` seconds."""
         engine, sentinels = self._engine, {child.process.sentinel: i for i, child in self._frontends.items()}
-        loading = {child.control: child for child in self._frontends.values() if not (child.ready or child.silent)}
-        watched: list[Any] = [self._wakeup, *sentinels, *loading]
+        talking = {child.control: i for i, child in self._frontends.items() if not child.silent}
+        watched: list[Any] = [self._wakeup, *sentinels, *talking]
         if not engine.silent:
             watched.append(engine.control)
         if not self._engine_ended:
@@ -246,9 +254,8 @@ class Supervisor:
             elif event is engine.control:
                 while (message := engine.receive()) is not None:
                     self._on_engine(message)
-            elif event in loading:
-                child = loading[event]
-                child.ready = child.receive() is not None
+            elif event in talking:
+                self._on_frontend(talking[event])
             elif event == engine.process.sentinel:
                 self._on_engine_death()
             else:
@@ -263,11 +270,19 @@ class Supervisor:
                 self._heartbeat = time.monotonic()
                 self._state.occupancy = message
                 self._tell_frontends(message)
+                phase = Phase.READY if message.works else Phase.UNHEALTHY
+                if self._state.phase in (Phase.READY, Phase.UNHEALTHY) and phase is not self._state.phase:
+                    self._enter(phase)
             case EngineReady():
                 self._state.ready = message
                 self._tell_frontends(message)
             case PhaseChange(phase=phase, detail=detail):
                 self._enter(phase, detail)
+
+    def _on_frontend(self, index: int) -> None:
+        child = self._frontends.get(index)  # None where its end was noticed just now
+        while child is not None and child.receive() is not None:
+            child.ready = True  # FrontendReady is the first thing that it says, FrontendAlive all else
 
     def _enter(self, phase: Phase, detail: str = "") -> None:
         """Make a phase, or progress in it, known to everyone."""
@@ -317,6 +332,17 @@ class Supervisor:
         if len(self._crashes) == CRASHES and now - self._crashes[0] < CRASH_WINDOW_S:
             self._fail(f"{CRASHES} front-ends died within {CRASH_WINDOW_S:g} s, their own logs say why", 1)
         self._spawn_frontend()
+
+    def _end_silent_frontends(self, began: float) -> None:
+        """Kill those that have been silent for too long, unless this process itself did not run since `began`."""
+        now = time.monotonic()
+        for child in self._frontends.values():
+            if now - began > FRONTEND_SILENCE_S / 2:
+                child.heard_at = now
+            limit = FRONTEND_SILENCE_S if child.ready else self._config.startup_timeout
+            if now - child.heard_at > limit:
+                log.error("front-end is silent", extra={"child": child.name, "seconds": round(now - child.heard_at, 1)})
+                child.kill()
 
     def _fail(self, reason: str, code: int) -> NoReturn:
         log.error("failed", extra={"reason": reason, "exit_code": code})

@@ -37,7 +37,7 @@ class LocalServer:
         self.exit_code: int | None = None
 
     def __enter__(self) -> Self:
-        self._log = tempfile.NamedTemporaryFile("w", prefix="opticnerve-", suffix=".log")  # noqa: SIM115
+        self._log = tempfile.NamedTemporaryFile("w", prefix="opticnerve-", suffix=".log")
         command = [sys.executable, "-m", "opticnerve_server.cli", "serve"]
         self._process = subprocess.Popen(command, stdout=self._log, env=self._variables)  # noqa: S603
         try:

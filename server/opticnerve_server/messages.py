@@ -203,6 +203,10 @@ class FrontendReady(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """It has the model's planner: from its side, calls can come."""
 
 
+class FrontendAlive(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Its loop runs and its worker threads live: about once a second from FrontendReady on."""
+
+
 # --- engine to supervisor to front-ends
 
 
@@ -237,13 +241,14 @@ class Occupancy(msgspec.Struct, frozen=True, tag=True, array_like=True):
     items: int
     tokens: int
     bytes: int
+    works: bool = True  # whether the device computes
 
 
 ToEngine = Reserve | Submit | Release | EndLeases
 OfItem = TakeOver | Found | Rows | Failed
 ToFrontend = Granted | Refused | LeasesEnded | OfItem
 ToChild = Attach | PhaseChange | EngineReady | Occupancy | Stop
-Message = ToEngine | ToFrontend | ToChild | FrontendReady
+Message = ToEngine | ToFrontend | ToChild | FrontendReady | FrontendAlive
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Message).decode

@@ -97,18 +97,25 @@ class Planning:
 
 
 class Preprocessor:
-    """The two pools. Thread-safe; `close` ends the threads."""
+    """The two pools. Thread-safe; `close` ends the threads, which nothing else should."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._items, self._sizes = Planning(config.max_queue_items), Planning(MAX_QUEUE_ITEMS)
-        self._headers = ThreadPoolExecutor(HEADER_THREADS, "header")
-        self._decodes = ThreadPoolExecutor(config.preprocess_threads, "decode", initializer=_be_nice)
+        self._workers: list[threading.Thread] = []
+        self._headers = ThreadPoolExecutor(HEADER_THREADS, "header", self._begin)
+        self._decodes = ThreadPoolExecutor(config.preprocess_threads, "decode", self._begin, (DECODE_NICENESS,))
 
     def close(self) -> None:
         """Drop the waiting jobs and return when the running ones are done."""
         self._headers.shutdown(cancel_futures=True)
         self._decodes.shutdown(cancel_futures=True)
+
+    def check(self) -> None:
+        """Raise RuntimeError if a thread has died: its pool would go on with fewer, or take jobs and run none."""
+        for worker in self._workers:
+            if not worker.is_alive():
+                raise RuntimeError(f"the worker thread {worker.name} has died")
 
     async def plan_items(self, planner: Planner, items: Sequence[pb.Item]) -> list[PlannedItem | ServiceError]:
         """For every item of an EncodeRequest its plan, or why it has none. Raises ServiceError QUEUE_FULL."""
@@ -129,6 +136,12 @@ class Preprocessor:
         called from the job's thread, says no.
         """
         return self._decodes.submit(self._prepare, planner, planned, out, wanted)
+
+    def _begin(self, niceness: int = 0) -> None:
+        """On each thread, before its first job."""
+        self._workers.append(threading.current_thread())
+        if niceness:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
     async def _plan_all(
         self, planning: Planning, items: Sequence[T], plan: Callable[[int, T], P]
@@ -195,7 +208,3 @@ class Preprocessor:
             media.fill(planner, plan, self._config, out, wanted)
         except (MediaError, PlanError) as error:
             raise invalid(str(error)) from error
-
-
-def _be_nice() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), DECODE_NICENESS)

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable
 from multiprocessing import reduction
 from typing import Any
@@ -96,6 +97,7 @@ class Child:
         theirs.close()
         self.silent = False  # whether its end of the socket is closed: it sends nothing any more
         self.ready = False  # whether it has said FrontendReady
+        self.heard_at = time.monotonic()  # when it was last heard, or born
         self._told_to_stop = False
 
     CONTROL = object()
@@ -129,6 +131,7 @@ class Child:
         except ConnectionResetError:
             data = b""
         self.silent = not data
+        self.heard_at = time.monotonic()
         return messages.decode(data) if data else None
 
     def wait(self, timeout: float) -> bool:

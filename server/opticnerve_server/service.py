@@ -5,7 +5,6 @@ Runs on the asyncio loop of a front-end. Everything that goes wrong is raised as
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -88,7 +87,8 @@ class EncoderService(pb_grpc.EncoderServiceServicer):
         request: pb.EncodeRequest,
         context: grpc.aio.ServicerContext[pb.EncodeRequest, pb.EncodeResponse],
     ) -> AsyncIterator[pb.EncodeResponse]:
-        options = self._options(request, context.time_remaining())
+        left = context.time_remaining()
+        options = self._options(request, self._state.config.default_timeout if left is None else left)
         with self._activity:
             plans = await self._preprocessor.plan_items(options.model.planner, request.items)
             call = Call(options, plans, self._admission, self._preprocessor)
@@ -97,7 +97,7 @@ class EncoderService(pb_grpc.EncoderServiceServicer):
                 async for message in messages:
                     yield message
 
-    def _options(self, request: pb.EncodeRequest, time_remaining: float | None) -> Options:
+    def _options(self, request: pb.EncodeRequest, time_remaining: float) -> Options:
         """Everything that can be said of a call without looking at its items. Raises ServiceError."""
         now = time.monotonic()
         model, engine = self._state.require_model()
@@ -125,7 +125,7 @@ class EncoderService(pb_grpc.EncoderServiceServicer):
             fingerprint=engine.fingerprint,
             dtype=wire.DTYPES[request.dtype],
             arrived=now,
-            deadline=math.inf if time_remaining is None else now + time_remaining,
+            deadline=now + time_remaining,
             tenant=TENANT.get(),
             max_chunk_bytes=request.max_chunk_bytes or MAX_CHUNK_BYTES,
             hold=self._lease(request.delivery),

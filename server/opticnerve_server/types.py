@@ -14,11 +14,12 @@ import msgspec
 
 
 class Phase(enum.StrEnum):
-    """The life of a server, in order; FAILED can follow any."""
+    """The life of a server, in order; FAILED can follow any, READY and UNHEALTHY each other."""
 
     LOADING = "loading"
     CAPTURING = "capturing"
     READY = "ready"
+    UNHEALTHY = "unhealthy"  # the device does not compute, and is tried again every second
     DRAINING = "draining"
     FAILED = "failed"
 

@@ -2,7 +2,8 @@
 
 Run as a program with the configuration as JSON; tests signal it and its children. The environment variable FAKE_ENGINE
 says how the engine behaves: "serve"; "slow": stays in CAPTURING until the file FAKE_GATE exists; "mute": sends nothing
-while that file exists; "exit:CODE" at once. FAKE_FRONTEND "slow": front-ends are not ready until that file exists.
+while that file exists; "exit:CODE" at once. FAKE_FRONTEND "slow": front-ends are not ready until that file exists;
+"stuck": the first says nothing any more once it does.
 """
 
 from __future__ import annotations
@@ -16,7 +17,16 @@ from pathlib import Path
 
 from opticnerve_server import lifecycle, messages, telemetry
 from opticnerve_server.config import Config
-from opticnerve_server.messages import Attach, EngineReady, FrontendReady, Occupancy, PathState, PhaseChange, Stop
+from opticnerve_server.messages import (
+    Attach,
+    EngineReady,
+    FrontendAlive,
+    FrontendReady,
+    Occupancy,
+    PathState,
+    PhaseChange,
+    Stop,
+)
 from opticnerve_server.processes import prepare
 from opticnerve_server.types import Layout, Phase
 
@@ -82,7 +92,10 @@ def fake_frontend(
         control.send(messages.encode(FrontendReady()))
         hello = messages.decode(engine.recv(messages.MAX_MESSAGE_BYTES))
         print(index, os.getpid(), "from engine", hello, file=told, flush=True)
-        while data := control.recv(messages.MAX_MESSAGE_BYTES):
+        stuck = os.environ.get("FAKE_FRONTEND") == "stuck" and index == 0
+        while data := control.recv(messages.MAX_MESSAGE_BYTES):  # an Occupancy every 0.1 s, if nothing else
+            if not (stuck and Path(os.environ["FAKE_GATE"]).exists()):
+                control.send(messages.encode(FrontendAlive()))
             message = messages.decode(data)
             if not isinstance(message, Occupancy):
                 print(index, os.getpid(), message, file=told, flush=True)
@@ -94,6 +107,7 @@ def fake_frontend(
 if __name__ == "__main__":
     telemetry.set_up("supervisor")
     lifecycle.SILENCE_S = float(os.environ.get("FAKE_SILENCE_S", lifecycle.SILENCE_S))
+    lifecycle.FRONTEND_SILENCE_S = float(os.environ.get("FAKE_FRONTEND_SILENCE_S", lifecycle.FRONTEND_SILENCE_S))
     supervisor = lifecycle.Supervisor(
         Config(**json.loads(sys.argv[1])),
         {"animation": "first frame"},

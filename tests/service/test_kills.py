@@ -1,10 +1,12 @@
-"""kill -9 on each process of a server: who loses calls, who does not, what is left behind."""
+"""kill -9 on each process of a server, and on callers: who loses calls, who does not, what is left behind."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -16,11 +18,13 @@ import grpc.aio
 import numpy as np
 import pytest
 
+import opticnerve
 from opticnerve.v1 import encoder_pb2 as pb
 from opticnerve.v1 import encoder_pb2_grpc as pb_grpc
 from opticnerve_server.models.checkpoint import write_checkpoint
-from running_server import HEAVY, SLOWLY, WAIT_S, RunningServer, eventually, has_ended, running
+from running_server import HEAVY, SLOWLY, TAMPERED, WAIT_S, RunningServer, eventually, has_ended, running
 
+LOAD = Path(__file__).parents[1] / "load.py"
 CALLS = 16
 LIGHT = (256, 256)
 
@@ -38,8 +42,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(model: Path, tmp_path: Path) -> Iterator[Start]:
     with ExitStack() as servers:
 
-        def start(*flags: str) -> RunningServer:
-            return servers.enter_context(running(model, tmp_path, "--token-budgets", "64", *flags, **SLOWLY))
+        def start(*flags: str, name: str = "server", **how: Any) -> RunningServer:
+            directory = tmp_path / name
+            return servers.enter_context(running(model, directory, "--token-budgets", "64", *flags, **SLOWLY, **how))
 
         yield start
 
@@ -74,6 +79,12 @@ class Callers:
         return "OK"
 
 
+def assert_close(one: opticnerve.Embedding, other: opticnerve.Embedding) -> None:
+    """Their batches may have had different shapes, hence other orders of sums."""
+    rows, expected = one.array.astype(np.float32), other.array.astype(np.float32)
+    assert np.linalg.norm(rows - expected) <= 2e-2 * np.linalg.norm(expected)
+
+
 async def calls_waiting(server: RunningServer, callers: Callers) -> list[asyncio.Task[str]]:
     """A call of every caller: the device is at work on the first, the others wait for it."""
     idle = server.engine_seconds()
@@ -85,15 +96,18 @@ async def calls_waiting(server: RunningServer, callers: Callers) -> list[asyncio
     return calls
 
 
-async def test_a_killed_front_end_loses_its_calls_alone_and_is_replaced(start: Start) -> None:
-    server = start("--frontends", "2")
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+async def test_a_front_end_that_ends_loses_its_calls_alone_and_is_replaced(
+    start: Start, signum: signal.Signals
+) -> None:
+    server = start("--frontends", "2", program=TAMPERED, TAMPER_SILENCE_S="3")
     victim, survivor = server.frontends
     async with Callers(server, CALLS) as callers:
         calls = await calls_waiting(server, callers)
         lost = server.connections_of(victim)
         assert 0 < lost < CALLS
         assert lost + server.connections_of(survivor) == CALLS
-        os.kill(victim, signal.SIGKILL)
+        os.kill(victim, signum)
         codes = await asyncio.gather(*calls)
     assert sorted(codes) == sorted(["UNAVAILABLE"] * lost + ["OK"] * (CALLS - lost))
     assert server.wait_for("front-end is gone")["items"] == lost
@@ -124,6 +138,46 @@ async def test_a_killed_engine_ends_every_call_and_the_server(start: Start) -> N
     assert await asyncio.to_thread(server.exit_code) == 3
     assert all(has_ended(pid) for pid in children)
     server.assert_nothing_left()
+
+
+def test_a_caller_killed_in_mid_stream_leaves_nothing_inside(start: Start) -> None:
+    server = start()
+    caller = subprocess.Popen([sys.executable, LOAD, "stall", server.address], stdout=subprocess.PIPE, text=True)
+    with caller:
+        assert caller.stdout is not None
+        assert caller.stdout.readline() == "reading\n"
+        assert server.total("opticnerve_queue_items") > 0
+        caller.kill()
+    eventually(lambda: server.total("opticnerve_queue_items") == 0)
+    assert server.total("opticnerve_queue_bytes") == 0
+    assert server.total("opticnerve_inflight_items") == 0
+    with opticnerve.Client(server.address) as client:
+        assert len(list(client.encode([np.zeros((*LIGHT, 3), np.uint8)]))) == 1
+
+
+async def test_callers_of_a_killed_server_are_served_by_another(start: Start) -> None:
+    """Those who use the shipped client notice nothing."""
+    victim, survivor = start(name="victim"), start(name="survivor")
+    image = np.random.default_rng(0).integers(0, 256, (*LIGHT, 3), np.uint8)
+    target = f"ipv4:{victim.address},{survivor.address}"
+    async with opticnerve.AsyncClient(target) as client, opticnerve.AsyncClient(survivor.address) as direct:
+        [expected] = [embedding async for embedding in direct.encode([image])]
+
+        async def call() -> None:
+            embeddings = [embedding async for embedding in client.encode([image] * 3)]
+            assert [embedding.tokens for embedding in embeddings] == [64] * 3
+            for embedding in embeddings:
+                assert_close(embedding, expected)
+
+        async with Callers(victim, 1) as callers:
+            heavy = asyncio.create_task(callers.encode(0, HEAVY))
+            calls = [asyncio.create_task(call()) for _ in range(CALLS)]
+            await asyncio.to_thread(eventually, lambda: victim.total("opticnerve_queue_items") > 1)
+            victim.process.kill()
+            await asyncio.gather(*calls)
+            assert await heavy == "UNAVAILABLE"
+    assert survivor.total("opticnerve_requests_total", code="OK") >= CALLS
+    await asyncio.to_thread(eventually, lambda: survivor.total("opticnerve_queue_items") == 0)
 
 
 async def test_children_vanish_with_a_killed_supervisor(start: Start) -> None:

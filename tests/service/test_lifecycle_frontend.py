@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
+from collections.abc import Awaitable, Callable
 
 import grpc
 import grpc.aio
@@ -17,6 +19,7 @@ from fake_engine import FakeEngine, rows_of
 from fake_planner import FakePlanner
 from frontend_harness import (
     READY,
+    Harness,
     collect,
     details_of,
     picture,
@@ -27,9 +30,10 @@ from frontend_harness import (
 )
 from opticnerve.v1 import encoder_pb2 as pb
 from opticnerve.v1 import encoder_pb2_grpc as pb_grpc
+from opticnerve_server import frontend
 from opticnerve_server.config import Config
 from opticnerve_server.info import Model
-from opticnerve_server.messages import FrontendReady, Occupancy, PhaseChange, Stop, encode
+from opticnerve_server.messages import FrontendAlive, FrontendReady, Occupancy, PhaseChange, Stop, decode, encode
 from opticnerve_server.ports import reserve
 from opticnerve_server.processes import Child, inherited_fd, run_frontend
 from opticnerve_server.types import Phase
@@ -163,6 +167,44 @@ async def test_a_model_that_does_not_open_ends_the_frontend() -> None:
         async with serving(ready=False, open_model=broken) as server:
             await asyncio.wait({server.run})
     assert caught.group_contains(ValueError, match="no such model")
+
+
+async def test_it_gives_signs_of_life_from_ready_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frontend, "BEAT_S", 0.01)
+    async with serving() as server:
+        heard = [decode(await asyncio.to_thread(server.control.recv, 100)) for _ in range(4)]
+    assert heard == [FrontendReady(), *[FrontendAlive()] * 3]
+
+
+async def lose_a_decoder(server: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What escapes a callback ends the thread, and nothing but the pool's log says so."""
+    gate = threading.Event()
+    job = server.frontend._preprocessor._decodes.submit(gate.wait)
+    job.add_done_callback(lambda _: sys.exit())
+    gate.set()
+
+
+async def forbid_niceness(server: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first job of every new thread fails, and with it all that come later."""
+    monkeypatch.delattr(os, "setpriority")
+    answers = await collect(server.stub.Encode(REQUEST))
+    assert all(answer.failed for answer in answers.values())
+
+
+@pytest.mark.parametrize("end", [lose_a_decoder, forbid_niceness])
+async def test_a_dead_worker_thread_is_a_dead_frontend(
+    end: Callable[[Harness, pytest.MonkeyPatch], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frontend, "BEAT_S", 0.05)
+
+    async def live() -> None:
+        async with serving() as server:
+            await end(server, monkeypatch)
+            await asyncio.wait({server.run}, timeout=10)
+
+    with pytest.raises(BaseExceptionGroup, match="unhandled errors") as caught:
+        await live()
+    assert caught.group_contains(RuntimeError, match="worker thread decode_0 has died")
 
 
 def test_the_port_needs_no_torch() -> None:

@@ -300,6 +300,41 @@ def test_a_silent_engine_is_not_alive_until_it_speaks_again(start: Callable[...,
     assert server.event("engine is silent")["level"] == "error"
 
 
+@pytest.mark.parametrize("how", ["stopped", "stuck"])
+def test_a_silent_front_end_is_replaced(start: Callable[..., Server], tmp_path: Path, how: str) -> None:
+    gate = tmp_path / "gate"
+    silence = {"FAKE_FRONTEND": "stuck", "FAKE_GATE": str(gate), "FAKE_FRONTEND_SILENCE_S": "2"}
+    server = start(environment=silence)
+    server.ready()
+    before = server.children()
+    if how == "stuck":
+        gate.touch()
+    else:
+        os.kill(before["0"], signal.SIGSTOP)
+    silent = server.event("front-end is silent")
+    assert silent["child"] == "frontend-0"
+    assert 2 <= silent["seconds"] < 10
+    eventually(lambda: "2" in server.children())
+    assert has_ended(before["0"])
+    assert not has_ended(before["1"])
+    assert server.health() == dict.fromkeys(NAMES, True)
+
+
+def test_a_supervisor_that_was_stopped_itself_blames_nobody(start: Callable[..., Server]) -> None:
+    server = start(environment={"FAKE_FRONTEND_SILENCE_S": "2"})
+    server.ready()
+    family = [server.process.pid, *server.children().values()]
+    for pid in family:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(3)
+    for pid in family:
+        os.kill(pid, signal.SIGCONT)
+    time.sleep(1.5)
+    assert sorted(server.children()) == ["0", "1"]
+    server.process.send_signal(signal.SIGTERM)
+    assert server.exit_code() == 0
+
+
 @pytest.mark.parametrize(("engine", "code"), [("exit:2", 2), ("exit:1", 1), ("exit:3", 1), ("exit:0", 1)])
 def test_an_engine_that_cannot_start_ends_the_server(start: Callable[..., Server], engine: str, code: int) -> None:
     server = start(environment={"FAKE_ENGINE": engine})

@@ -36,6 +36,7 @@ def test_public_names_are_pinned() -> None:
         "SizeSource",
         "Span",
         "Timings",
+        "Tls",
         "Video",
         "VideoSize",
         "digest",

@@ -2,145 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
 import numpy as np
 import pytest
 import torch
 
-from fake_tower import FakeTower, expected
-from opticnerve_server.batcher import Batch, Batcher, Failure, Part
-from opticnerve_server.dispatcher import Dispatcher, Finished
-from opticnerve_server.graphs import GraphManager, plan_capacities
-from opticnerve_server.ledger import Item, Ledger, Progress
-from opticnerve_server.messages import Granted, ItemRequest, Reserve, Submit
+from fake_tower import FakeTower
+from house import House
+from opticnerve_server.batcher import Batch, Failure, Part
+from opticnerve_server.dispatcher import Finished
+from opticnerve_server.messages import ItemRequest, Reserve, Submit
 from opticnerve_server.models.base import ImageItem
 from opticnerve_server.types import Capacity, Outcome, Reason
-
-ARENA_BYTES = 4 << 20
-
-
-class PoisonOnRelease:
-    """The semaphore of a ring half that overwrites the half when it is given back."""
-
-    def __init__(self, half: torch.Tensor, semaphore: threading.Semaphore) -> None:
-        self.half, self._semaphore = half, semaphore
-        self.held = False
-
-    def acquire(self) -> None:
-        self._semaphore.acquire()
-        self.held = True
-
-    def release(self) -> None:
-        self.half.fill_(float("nan"))
-        self.held = False
-        self._semaphore.release()
-
-
-class House:
-    """Everything of an engine but its sockets, with poison on whatever is given back."""
-
-    def __init__(self, tower: FakeTower | None = None, *, use_graphs: bool = True, cap: int = 64, **plan) -> None:
-        self.tower = tower or FakeTower()
-        self.capacities = plan.pop("capacities", None) or plan_capacities(
-            self.tower.planner.paths, explicit={}, cap=cap, max_items=8, launches_by_segments=False, **plan
-        )
-        self.graphs = GraphManager(self.tower, self.capacities)
-        with torch.inference_mode():
-            if use_graphs:
-                self.graphs.capture(lambda *_: None, on_failure="fail")
-        self.slots = torch.full((ARENA_BYTES,), 255, dtype=torch.uint8)
-        self.ledger = Ledger(max_items=200, max_tokens=100_000, max_bytes=ARENA_BYTES)
-        self.batcher = Batcher(self.ledger, self.tower.planner, self.capacities)
-        self.dispatcher = Dispatcher(
-            self.tower,
-            self.graphs,
-            self.slots,
-            capacities=self.capacities,
-            use_graphs=use_graphs,
-            on_computed=self._computed,
-            on_finished=self._finished,
-        )
-        ring, free = self.dispatcher._ring, self.dispatcher._ring_free
-        free[:] = [PoisonOnRelease(half, semaphore) for half, semaphore in zip(ring._halves, free, strict=True)]
-        self.computed = 0
-        self.finished: list[Finished] = []
-        self.rows: dict[int, np.ndarray] = {}
-        self.media: dict[int, np.ndarray] = {}
-        self.calls = 0
-        self.call_of: dict[Item, int] = {}
-        self.tower.forwards.clear()
-
-    def submit(self, height: int, width: int, *, dtype: str = "float32", deadline: float = 1e12) -> Item:
-        rng = np.random.default_rng(self.calls)
-        media = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
-        plan = self.tower.planner.plan(ImageItem(height, width))
-        request = ItemRequest(plan.tokens, 0, plan.pixel_bytes, plan.tokens * 2 * 4)
-        ((_, granted),) = self.ledger.reserve(0, Reserve(self.calls, [0], [request], deadline))
-        assert isinstance(granted, Granted)
-        item, _ = self.ledger.submit(0, Submit(self.calls, 0, plan, dtype))
-        assert item is not None
-        self.tower.planner.fill_pixels(media, plan, self.pixels(item).numpy())
-        self.call_of[item] = self.calls
-        self.media[self.calls] = media
-        self.calls += 1
-        self.batcher.put(item)
-        return item
-
-    def pixels(self, item: Item) -> torch.Tensor:
-        return self.slots[item.slot.pixels : item.slot.pixels + item.placed.pixel_bytes]
-
-    def take(self) -> Batch:
-        batch = self.batcher.take(self.dispatcher.land, lambda: None)
-        assert batch is not None
-        return batch
-
-    def run_all(self) -> None:
-        """Run what is queued, with a finisher beside, as the engine does."""
-        finisher = threading.Thread(target=self.dispatcher.finish_forever)
-        finisher.start()
-        self.batcher.stop()
-        while (batch := self.batcher.take(self.dispatcher.land, lambda: None)) is not None:
-            self.dispatcher.run(batch)
-        self.dispatcher.stop()
-        finisher.join(10)
-        assert not finisher.is_alive()
-
-    def _computed(self) -> None:
-        """Poison what a computed batch gives back, before the next one may start. A batch without parts had nothing."""
-        if not self.dispatcher._ring_free[self.computed % 2].held:
-            self.batcher.device_free()
-            return
-        with torch.inference_mode():
-            self.dispatcher._landings[self.computed % 2].block.fill_(255)
-            self.graphs.arena.fill_(255)
-            for output in self.graphs._outputs.values():
-                output.fill_(float("nan"))
-        self.computed += 1
-        self.batcher.device_free()
-
-    def _finished(self, finished: Finished) -> None:
-        self.finished.append(finished)
-        for result in finished.results:
-            item = result.part.item
-            part = result.part
-            self.pixels(item)[:] = 255
-            if result.failure is None and self.ledger.from_device(item, Progress(part.first_row, part.plan.tokens, [])):
-                raw = self.slots[item.slot.rows : item.slot.end].numpy()
-                dtype = {"float32": np.float32, "float16": np.float16}[item.dtype]
-                count = item.placed.tokens * 2
-                self.rows[self.call_of[item]] = raw[: count * dtype().itemsize].copy().view(dtype).reshape(-1, 2)
-                self.slots[item.slot.rows : item.slot.end] = 255
-
-    def failures(self) -> dict[int, object]:
-        """By call, None for those that have rows."""
-        results = [result for finished in self.finished for result in finished.results]
-        return {self.call_of[result.part.item]: result.failure for result in results}
-
-    def check(self, call: int) -> None:
-        plan = self.tower.planner.plan(ImageItem(*self.media[call].shape[:2]))
-        np.testing.assert_allclose(self.rows[call], expected(self.media[call], plan), rtol=1e-6)
 
 
 def outcomes(finished: Finished) -> dict[str, Outcome]:
@@ -354,21 +228,24 @@ def test_a_part_that_could_not_land_is_dropped() -> None:
     house.check(1)
 
 
-class FailingOnceTower(FakeTower):
-    """Its first forward finds no memory."""
+class StarvedTower(FakeTower):
+    """Its next forward finds no memory."""
+
+    starved = False
 
     def forward(self, path, buffers, capacity):
-        if not self.forwards:
-            self.forwards.append((path, capacity))
+        if self.starved:
+            self.starved = False
             raise torch.OutOfMemoryError("no memory")
         return super().forward(path, buffers, capacity)
 
 
 def test_a_batch_whose_launch_failed_can_be_run_again() -> None:
-    house = House(FailingOnceTower(), use_graphs=False)
+    house = House(StarvedTower(), use_graphs=False)
     house.submit(8, 8)
     house.submit(8, 16)
     batch = house.take()
+    house.tower.starved = True
     with pytest.raises(torch.OutOfMemoryError):
         house.dispatcher.run(batch)
     house.dispatcher.run(batch)
@@ -379,8 +256,9 @@ def test_a_batch_whose_launch_failed_can_be_run_again() -> None:
 
 
 def test_a_discarded_batch_leaves_the_next_one_unharmed() -> None:
-    house = House(FailingOnceTower(), use_graphs=False)
+    house = House(StarvedTower(), use_graphs=False)
     house.submit(8, 8)
+    house.tower.starved = True
     with pytest.raises(torch.OutOfMemoryError):
         house.dispatcher.run(house.take())
     house.dispatcher.discard()

@@ -4,6 +4,8 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -11,6 +13,7 @@ from opticnerve_server import messages
 from opticnerve_server.config import Config
 from opticnerve_server.engine import STUCK_S, Engine
 from opticnerve_server.messages import Occupancy
+from opticnerve_server.runner import IDLE, Runner
 from opticnerve_server.slots import Arena
 
 
@@ -27,17 +30,29 @@ def pair() -> Iterator[tuple[Engine, socket.socket]]:
     theirs.close()
 
 
+def running(busy_since: float, works: bool = True) -> Runner:
+    """What the engine asks of a runner."""
+    return cast(Runner, SimpleNamespace(busy_since=busy_since, works=works))
+
+
 def test_an_idle_engine_and_one_at_work_are_alive(pair: tuple[Engine, socket.socket]) -> None:
     engine, supervisor = pair
-    for launched_at in (engine._launched_at, time.monotonic() - STUCK_S / 2):
-        engine._launched_at = launched_at
+    for runner in (None, running(IDLE), running(time.monotonic() - STUCK_S / 2)):
+        engine.runner = runner
         engine._report()
         assert messages.decode(supervisor.recv(1024)) == Occupancy(0, 0, 0)
 
 
 def test_an_engine_whose_batch_does_not_end_is_silent(pair: tuple[Engine, socket.socket]) -> None:
     engine, supervisor = pair
-    engine._launched_at = time.monotonic() - STUCK_S - 1
+    engine.runner = running(time.monotonic() - STUCK_S - 1)
     engine._report()
     with pytest.raises(TimeoutError):
         supervisor.recv(1024)
+
+
+def test_the_sign_of_life_says_whether_the_device_works(pair: tuple[Engine, socket.socket]) -> None:
+    engine, supervisor = pair
+    engine.runner = running(IDLE, works=False)
+    engine._report()
+    assert messages.decode(supervisor.recv(1024)) == Occupancy(0, 0, 0, works=False)

@@ -90,6 +90,8 @@ class _PhaseEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumType
     """Finishing what was admitted, refusing what is new."""
     PHASE_FAILED: _Phase.ValueType  # 5
     """Broken; about to exit."""
+    PHASE_UNHEALTHY: _Phase.ValueType  # 6
+    """The device does not compute at present; refusing what is new, READY as soon as it does."""
 
 class Phase(_Phase, metaclass=_PhaseEnumTypeWrapper):
     """Phase is the life of a server."""
@@ -106,6 +108,8 @@ PHASE_DRAINING: Phase.ValueType  # 4
 """Finishing what was admitted, refusing what is new."""
 PHASE_FAILED: Phase.ValueType  # 5
 """Broken; about to exit."""
+PHASE_UNHEALTHY: Phase.ValueType  # 6
+"""The device does not compute at present; refusing what is new, READY as soon as it does."""
 global___Phase = Phase
 
 @typing.final
