@@ -169,7 +169,9 @@ async def test_callers_of_a_killed_server_are_served_by_another(start: Start) ->
                 assert_close(embedding, expected)
 
         async with Callers(victim, 1) as callers:
+            idle = victim.engine_seconds()
             heavy = asyncio.create_task(callers.encode(0, HEAVY))
+            await asyncio.to_thread(victim.wait_until_busy, idle)
             calls = [asyncio.create_task(call()) for _ in range(CALLS)]
             await asyncio.to_thread(eventually, lambda: victim.total("opticnerve_queue_items") > 1)
             victim.process.kill()
