@@ -32,7 +32,10 @@ class LocalServer:
     def __init__(self, config: Config) -> None:
         self._timeout = config.startup_timeout
         addresses = dict.fromkeys(("listen", "health_listen", "metrics_listen"), "127.0.0.1:0")
-        given = {name: getattr(config, name) for name in settings_of(Config)} | addresses
+        usual = Config(model=config.model)
+        given = {name: getattr(config, name) for name in settings_of(Config)}
+        given = {name: value for name, value in given.items() if value != getattr(usual, name)} | addresses
+        given["model"] = config.model
         self._variables = os.environ | {variable(name): text(value) for name, value in given.items()}
         self.exit_code: int | None = None
 
