@@ -144,7 +144,7 @@ def test_settings_without_effect(directory: Path) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_take_videos(name: str) -> None:
     planner = registry.build_planner(registry.open_model(f"preset:{name}", "dummy"))
-    if name.startswith(("gemma-3", "kimi-vl", "llama-4")):
+    if name.startswith(("deepseek-ocr", "gemma-3", "kimi-vl", "llama-4", "step-3")):
         assert planner.modalities == ("image",)
         return
     plan = planner.plan(VIDEO)
