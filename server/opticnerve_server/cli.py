@@ -15,7 +15,7 @@ from pathlib import Path
 from . import __version__, telemetry
 from .config import Config, load
 from .models.config import ModelError
-from .settings import ConfigError, Resolved, add_flags, parse_arguments, text
+from .settings import CONFIG_VARIABLE, ConfigError, Resolved, add_flags, parse_arguments, text, variable
 
 EXIT_CONFIG = 2
 
@@ -140,7 +140,9 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _collect_env(options: argparse.Namespace) -> int:
-    options.model = getattr(options, "model", "none")  # a report without a model is one too
+    named = {"model", "config"} & vars(options).keys() or {variable("model"), CONFIG_VARIABLE} & os.environ.keys()
+    if not named:
+        options.model = "none"  # a report without a model is one too
     resolved = _load(options)
     _need_extra()
     from .collect_env import as_text, collect_env

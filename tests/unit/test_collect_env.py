@@ -37,3 +37,11 @@ def test_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 def test_settings_that_cannot_be_used(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["collect-env", "--grace", "soon"]) == 2
     assert "write a number of seconds" in capsys.readouterr().err
+
+
+def test_the_model_is_what_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OPTICNERVE_MODEL", "/models/mine")
+    assert cli.main(["collect-env"]) == 0
+    assert "  model: /models/mine  (from env OPTICNERVE_MODEL)" in capsys.readouterr().out.splitlines()
