@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from safetensors.torch import save_file
 import deepseek_oracle
 from deepseek_oracle import grid_of, published, rows_of, views_of
 from image_sizes import sizes
-from opticnerve_server.bench.inprocess import InProcessEngine
 from opticnerve_server.graphs import GraphManager, plan_capacities
 from opticnerve_server.models.base import ImageItem
 from opticnerve_server.models.checkpoint import write_checkpoint
@@ -26,6 +24,7 @@ from opticnerve_server.selftest import self_test
 from opticnerve_server.types import Outcome
 from oracles import randomise
 from towers import assert_close, load_tower
+from two_paths import engine_of, run
 
 WHOLE, CROP, OUT = 256, 192, 40
 SETTINGS = {"base_size": WHOLE, "image_size": CROP, "max_crops": 6}
@@ -87,46 +86,11 @@ def expected_rows(checkpoint: Path, images: list[np.ndarray], dtype: torch.dtype
 IMAGES = [picture(*SMALL), picture(400, 300, 1), picture(200, 1000, 2), picture(193, 192, 3)]
 
 
-def planned(tower: Any, images: list[np.ndarray]) -> tuple[list[Any], list[np.ndarray]]:
-    plans, pixels = [], []
-    for image in images:
-        plan = tower.planner.plan(ImageItem(*image.shape[:2]))
-        out = np.empty(plan.pixel_bytes, np.uint8)
-        tower.planner.fill_pixels(image, plan, out)
-        plans.append(plan)
-        pixels.append(out)
-    return plans, pixels
-
-
-def engine_of(tower: Any, budgets: dict[str, tuple[int, ...]], use_graphs: bool = True) -> InProcessEngine:
-    tokens = {
-        path: tuple(units * tower.planner.paths[path].tokens_per_unit for units in units_of)
-        for path, units_of in budgets.items()
-    }
-    planned = plan_capacities(
-        tower.planner.paths, explicit=tokens, cap=None, max_items=None, launches_by_segments=False
-    )
-    graphs = GraphManager(tower, planned)
-    if use_graphs:
-        with torch.inference_mode():
-            graphs.capture(lambda *_: None, on_failure="fail")
-            self_test(graphs, lambda *_: None)
-    return InProcessEngine(tower, graphs, planned, use_graphs=use_graphs, slot_bytes=64 << 20)
-
-
-def run(engine: InProcessEngine, images: list[np.ndarray]) -> list[torch.Tensor]:
-    items = engine.place(*planned(engine.tower, images), "float32")
-    engine.run(items)
-    rows = [engine.rows(item) for item in items]
-    engine.free(items)
-    return rows
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_equals_transformers(checkpoint: Path, dtype: str) -> None:
     tower = load_tower(checkpoint, dtype)
     with engine_of(tower, {GLOBAL: (4,), LOCAL: (12,)}, use_graphs=False) as engine:
-        found = torch.cat(run(engine, IMAGES)).to(tower.dtype)
+        found = run(engine, IMAGES).to(tower.dtype)
     assert_close(found, expected_rows(checkpoint, IMAGES, getattr(torch, dtype)), tower)
 
 
@@ -137,7 +101,7 @@ def test_one_path_hits_while_the_other_falls_back(checkpoint: Path) -> None:
     with engine_of(tower, {GLOBAL: (1, 2, 3), LOCAL: (2, 4)}) as engine:
         for batch in batches:
             rows = run(engine, batch)
-            assert_close(torch.cat(rows), expected_rows(checkpoint, batch, torch.float32), tower)
+            assert_close(rows, expected_rows(checkpoint, batch, torch.float32), tower)
         outcomes = [{run.path: run.outcome for run in finished.runs} for finished in engine.batches]
     assert {GLOBAL: Outcome.HIT, LOCAL: Outcome.MISS} in outcomes, "an image of five crops, of which no graph has room"
     assert {GLOBAL: Outcome.HIT, LOCAL: Outcome.HIT} in outcomes

@@ -15,20 +15,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from image_sizes import sizes
-from opticnerve_server.bench.inprocess import InProcessEngine
 from opticnerve_server.graphs import GraphManager, plan_capacities
 from opticnerve_server.models.base import ImageItem, PlanError
 from opticnerve_server.models.checkpoint import write_checkpoint
 from opticnerve_server.models.presets import PRESETS, PROCESSORS
 from opticnerve_server.models.processor import CLIP_MEAN, CLIP_STD
 from opticnerve_server.models.registry import ModelError, ModelSource, build_planner
-from opticnerve_server.models.step3_vl import SNAPS
 from opticnerve_server.models.two_path import GLOBAL, LOCAL
+from opticnerve_server.models.windows import SNAPS
 from opticnerve_server.selftest import self_test
 from opticnerve_server.types import Outcome
 from oracles import randomise
 from step3_oracle import CROP, WHOLE, official_plan, official_views, perception, published, rows_of, step3_features
 from towers import assert_close, load_tower
+from two_paths import engine_of, run
 
 OUT = 40
 SETTINGS = {"size": {"height": WHOLE, "width": WHOLE}, "patch_size": CROP, "max_image_size": 504}
@@ -101,31 +101,6 @@ def picture(height: int, width: int, seed: int = 0) -> np.ndarray:
 
 IMAGES = [picture(100, 100), picture(112, 70, 1), picture(40, 300, 2), picture(300, 200, 3), picture(600, 10, 4)]
 """Without crops; of a small window; of a thin one; of several; too thin, hence squared, with 36."""
-
-
-def engine_of(tower: Any, budgets: dict[str, tuple[int, ...]], use_graphs: bool = True) -> InProcessEngine:
-    paths = tower.planner.paths
-    tokens = {path: tuple(count * paths[path].tokens_per_unit for count in counts) for path, counts in budgets.items()}
-    planned = plan_capacities(paths, explicit=tokens, cap=None, max_items=None, launches_by_segments=False)
-    graphs = GraphManager(tower, planned)
-    if use_graphs:
-        with torch.inference_mode():
-            graphs.capture(lambda *_: None, on_failure="fail")
-            self_test(graphs, lambda *_: None)
-    return InProcessEngine(tower, graphs, planned, use_graphs=use_graphs, slot_bytes=64 << 20)
-
-
-def run(engine: InProcessEngine, images: list[np.ndarray]) -> torch.Tensor:
-    planner = engine.tower.planner
-    plans = [planner.plan(ImageItem(*image.shape[:2])) for image in images]
-    pixels = [np.empty(plan.pixel_bytes, np.uint8) for plan in plans]
-    for image, plan, out in zip(images, plans, pixels, strict=True):
-        planner.fill_pixels(image, plan, out)
-    items = engine.place(plans, pixels, "float32")
-    engine.run(items)
-    rows = torch.cat([engine.rows(item) for item in items])
-    engine.free(items)
-    return rows
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

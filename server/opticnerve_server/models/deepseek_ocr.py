@@ -8,8 +8,7 @@ its crops, with the same weights and with tables of their own sizes, made once.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,14 +18,15 @@ import torch
 import torch.nn.functional as F
 
 from ..attention.base import AttentionBackend
-from ..types import Capacity, ItemPlan, Layout, Span
+from ..types import Capacity, ItemPlan, Layout
 from .base import PIXELS, BufferSpec
 from .config import ModelError
+from .crops import SAM_PATCH, DeepseekOcrPlanner
+from .dense import attend, quick_gelu, resized_square
 from .layers import LayerNorm, Linear
 from .presets import PROCESSORS
 from .processor import ProcessorError, read_channels
-from .resize import pillow_bicubic
-from .two_path import GLOBAL, LOCAL, TwoPathPlanner, Views
+from .two_path import GLOBAL, LOCAL
 from .weights import TensorSource
 
 SAM, CLIP = "sam_vit_b", "clip-l-14-224"
@@ -34,13 +34,7 @@ MLP_RATIO = 4
 """Of both towers; `mlp_ratio` of the published file is that of neither."""
 
 WINDOW = 14
-SAM_PATCH = 16
 NECK = 256
-MERGE = 4
-"""Two convolutions of stride 2 stand between SAM's patches and tokens."""
-
-BACKGROUND = 127
-"""Level of grey around a whole view that is no square."""
 
 PROCESSOR = PROCESSORS["deepseek_ocr"]
 """What the published code does, which has no file for it. `max_crops` is that of its batch script and of vLLM; `infer`
@@ -124,113 +118,6 @@ def read_config(config: Mapping[str, Any]) -> DeepseekOcrConfig:
     return parsed
 
 
-class DeepseekOcrPlanner(TwoPathPlanner):
-    """See `base.Planner`. Pixels are uint8 RGB.
-
-    A row of tokens ends with a newline, an image with a separator: rows of the embedding too.
-    """
-
-    def __init__(self, architecture: str, layout: Layout, *, whole: int, crop: int, most: int) -> None:
-        """Sides of views in pixels; `most` crops."""
-        self.whole_tokens, self.crop_tokens = (-(-(side // SAM_PATCH) // MERGE) for side in (whole, crop))
-        self.most = most
-        super().__init__(
-            architecture,
-            layout,
-            {
-                GLOBAL: Views(
-                    side=whole,
-                    patches=(whole // SAM_PATCH) ** 2,
-                    tokens=self.whole_tokens * (self.whole_tokens + 1),
-                    nbytes=whole**2 * 3,
-                    margin=1,  # the separator
-                ),
-                LOCAL: Views(
-                    side=crop,
-                    patches=(crop // SAM_PATCH) ** 2,
-                    tokens=self.crop_tokens**2,
-                    nbytes=crop**2 * 3,
-                    most=most,
-                    margin=self.crop_tokens,  # newlines, where crops stand one above another
-                ),
-            },
-        )
-
-    def crops(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of the crops of an image: the grid of 2 to `most` whose shape is nearest to the image's.
-
-        None where both sides are within a crop's. Of two equally near grids the one of more crops is taken if the image
-        has more than half of its pixels.
-        """
-        side = self.views[LOCAL].side
-        if max(height, width) <= side:
-            return 0, 0
-        sides = range(1, self.most + 1)
-        grids = sorted(((j, i) for i in sides for j in sides if 2 <= i * j <= self.most), key=math.prod)
-        nearest, best = float("inf"), (0, 0)
-        for rows, columns in grids:
-            off = abs(width / height - columns / rows)
-            if off < nearest or (off == nearest and height * width > 0.5 * side**2 * rows * columns):
-                nearest, best = off, (rows, columns)
-        return best
-
-    def plan_image(self, height: int, width: int) -> ItemPlan:
-        """See TwoPathPlanner. Size and grid are those of the whole view.
-
-        The rows are those of the crops as one picture, line by line, then those of the whole view and the separator.
-        """
-        rows, columns = self.crops(height, width)
-        picture = rows * self.crop_tokens * (columns * self.crop_tokens + 1) if rows else 0
-        whole = self.whole_tokens * (self.whole_tokens + 1) + 1
-        spans = [Span("tile", picture)] if rows else []
-        side = self.views[GLOBAL].side
-        return ItemPlan(
-            kind="image",
-            height=side,
-            width=side,
-            grid=(1, side // SAM_PATCH, side // SAM_PATCH),
-            merge=MERGE,
-            tokens=picture + whole,
-            paths=self.units(rows * columns),
-            spans=(*spans, Span("global", whole)),
-        )
-
-    def crops_of(self, plan: ItemPlan) -> tuple[int, int]:
-        """Rows and columns of an item's crops, out of its plan."""
-        count, side = plan.paths[LOCAL].units, self.crop_tokens
-        if not count:
-            return 0, 0
-        rows = (plan.spans[0].rows - count * side**2) // side  # a newline for each line of tokens
-        return rows, count // rows
-
-    def fill_pixels(
-        self, media: npt.NDArray[np.uint8] | Iterable[npt.NDArray[np.uint8]], plan: ItemPlan, out: npt.NDArray[np.uint8]
-    ) -> None:
-        """See `base.Planner.fill_pixels`."""
-        assert isinstance(media, np.ndarray)
-        end, side, crop = plan.paths[GLOBAL].pixel_bytes, self.views[GLOBAL].side, self.views[LOCAL].side
-        self._lay_whole(media, out[:end].reshape(side, side, 3))
-        rows, columns = self.crops_of(plan)
-        if rows:
-            picture = np.empty((rows * crop, columns * crop, 3), np.uint8)
-            pillow_bicubic(media, picture)
-            cut = picture.reshape(rows, crop, columns, crop, 3).swapaxes(1, 2)
-            out[end:].reshape(cut.shape)[...] = cut
-
-    def _lay_whole(self, media: npt.NDArray[np.uint8], canvas: npt.NDArray[np.uint8]) -> None:
-        """The image as large as it fits, in the middle of grey; roundings as of Pillow's ImageOps.pad."""
-        height, width = media.shape[:2]
-        side = canvas.shape[0]
-        size = (round(height / width * side), side) if width > height else (side, round(width / height * side))
-        canvas[...] = BACKGROUND
-        if min(size) == 0:  # so thin that nothing is left of it
-            return
-        top, left = round((side - size[0]) * 0.5), round((side - size[1]) * 0.5)
-        picture = np.empty((*size, 3), np.uint8)
-        pillow_bicubic(media, picture)
-        canvas[top : top + size[0], left : left + size[1]] = picture
-
-
 class RelativePositions:
     """Decomposed relative positions of a square of `side` patches as more numbers of queries and keys.
 
@@ -267,15 +154,6 @@ def resized_line(table: torch.Tensor, length: int) -> torch.Tensor:
         return table
     line = F.interpolate(table.float().T[None], size=length, mode="linear")
     return line[0].T.to(table.dtype)
-
-
-def resized_square(table: torch.Tensor, side: int) -> torch.Tensor:
-    """A table [n, n, width] of absolute positions for another side, bicubic with antialias, in float32."""
-    if table.shape[0] == side:
-        return table
-    square = table.float().permute(2, 0, 1)[None]
-    square = F.interpolate(square, size=(side, side), mode="bicubic", antialias=True, align_corners=False)
-    return square[0].permute(1, 2, 0).to(table.dtype)
 
 
 class SamBlock:
@@ -373,10 +251,8 @@ class ClipBlock:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [n, rows, width]."""
-        q, k, v = self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        inner = self.fc1(self.norm2(x))
-        return x + self.fc2(inner * torch.sigmoid(1.702 * inner))
+        x = x + self.out(attend(self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1))))
+        return x + self.fc2(quick_gelu(self.fc1(self.norm2(x))))
 
 
 class DeepseekOcrTower:
