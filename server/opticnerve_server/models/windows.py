@@ -1,7 +1,7 @@
 """The planner of the Step3-VL family: an image whole, and cut into windows whose side follows from its shape.
 
-Sizes follow the published processor. Copies of it differ at a longer side of exactly `size`, where the authors' code and
-transformers' agree and are followed, and at exact fifths of a window, where each model keeps its own: see SNAPS.
+Sizes follow the published processor. Copies of it differ at a longer side of exactly `size`, where the authors' code
+and transformers' agree and are followed, and at exact fifths of a window, where each model keeps its own: see SNAPS.
 """
 
 from __future__ import annotations
