@@ -29,14 +29,14 @@ from opticnerve_server.frontend import Frontend
 from opticnerve_server.info import Model
 from opticnerve_server.messages import EngineReady, PathState, PhaseChange, Stop
 from opticnerve_server.slots import Arena
-from opticnerve_server.types import Phase
+from opticnerve_server.types import Capacity, Phase
 
 READY = EngineReady(
     fingerprint="fp-1",
     dtype="bfloat16",
     device="cpu",
     attention_backend="sdpa",
-    paths=[PathState("default", [64, 128], 2, 4096, 0.5)],
+    paths=[PathState("default", [64, 128], 2, 4096, 0.5, 4, [Capacity(1 << 20, 64, 1 << 12, 1 << 20)])],
     reasons={"dtype": "cpu"},
     model="tiny",
     architecture=FakePlanner.architecture,

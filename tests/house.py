@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from fake_tower import FakeTower, expected
-from opticnerve_server.batcher import Batch, Batcher, Failure, Part
+from opticnerve_server.batcher import Batcher, Engine, QueuedPart
+from opticnerve_server.bench.inprocess import path_states
+from opticnerve_server.budgets import held_alone
 from opticnerve_server.dispatcher import Dispatcher, Finished
 from opticnerve_server.graphs import GraphManager, plan_capacities
 from opticnerve_server.ledger import Item, Ledger, Progress
-from opticnerve_server.messages import Granted, ItemRequest, Reserve, Submit
+from opticnerve_server.messages import Done, Granted, ItemRequest, Land, PartDone, Reserve, Run, Submit
 from opticnerve_server.models.base import ImageItem
+from opticnerve_server.parts import Batch, Failure, Intake, Part
 from opticnerve_server.runner import Runner
 from opticnerve_server.sentinel import Sentinel
 
 ARENA_BYTES = 4 << 20
-EXPIRED = Failure("EXPIRED_IN_QUEUE", "too late")
 
 
 class PoisonOnRelease:
@@ -52,7 +56,11 @@ class House:
                 self.graphs.capture(lambda *_: None, on_failure="fail")
         self.slots = torch.full((ARENA_BYTES,), 255, dtype=torch.uint8)
         self.ledger = Ledger(max_items=200, max_tokens=100_000, max_bytes=ARENA_BYTES)
-        self.batcher = Batcher(self.ledger, self.tower.planner, self.capacities)
+        self.inbox: queue.SimpleQueue[Land | Run] = queue.SimpleQueue()
+        self.batcher = Batcher(self.ledger)
+        self.engine = Engine(0, path_states(self.tower.planner, self.capacities), self.inbox.put)
+        self.batcher.engines[0] = self.engine
+        self._lock = threading.RLock()  # of the batcher
         self.dispatcher = Dispatcher(
             self.tower,
             self.graphs,
@@ -68,9 +76,14 @@ class House:
             self.dispatcher,
             Sentinel(self.graphs, self.capacities),
             fail=self._fail,
-            free=self.batcher.device_free,
+            free=self.free,
             changed=lambda: self.told.append(self.runner.works),
         )
+        self.taken: list[Batch] = []
+        self.dropped: list[QueuedPart] = []
+        self.call_by_number: dict[int, int] = {}
+        self._run: Callable[[Batch], None] = self.taken.append
+        self._intake = Intake(lambda part: self.runner.land(part), lambda batch: self._run(batch), self._fail)
         self.told: list[bool] = []
         self.failed: dict[int, Failure] = {}
         self.computed = 0
@@ -94,29 +107,55 @@ class House:
         self.call_of[item] = self.calls
         self.media[self.calls] = media
         self.calls += 1
-        self.batcher.put(item)
+        self.put(item)
         return item
+
+    def put(self, item: Item) -> None:
+        parts = self.tower.planner.split(item.placed, lambda part: held_alone(part, self.capacities))
+        with self._lock:
+            self.batcher.put(item, parts)
+            self.call_by_number[self.batcher._numbers] = self.call_of[item]
 
     def pixels(self, item: Item) -> torch.Tensor:
         return self.slots[item.slot.pixels : item.slot.pixels + item.placed.pixel_bytes]
 
+    def fill(self) -> None:
+        """Let the open batch fill, and its pixels land."""
+        self.batcher.fill()
+        self._obey()
+
     def take(self) -> Batch:
-        batch = self.batcher.take(self.runner.land, lambda: None)
-        assert batch is not None
-        return batch
+        """The open batch, landed, as the device takes it now."""
+        self.free()
+        self._obey()
+        return self.taken.pop(0)
+
+    def free(self) -> None:
+        """The device could take a batch."""
+        with self._lock:
+            self.batcher.computed(0)
+            self.dropped += self.batcher.schedule()
 
     def run_all(self) -> None:
         """Run what is queued, with a finisher beside, as the engine does."""
         finisher = threading.Thread(target=self.dispatcher.finish_forever)
         finisher.start()
-        self.batcher.stop()
-        while (batch := self.batcher.take(self.runner.land, self.runner.idle)) is not None:
-            for part in batch.dropped:
-                self._fail(part, part.failure or EXPIRED)
-            self.runner.run(batch)
+        self._run = self.runner.run
+        with self._lock:
+            self.dropped += self.batcher.schedule()
+        while self.inbox.qsize() or self.engine.open or self.engine.running or not self.engine.free:
+            try:
+                self._intake.handle(self.inbox.get(timeout=0.02))
+            except queue.Empty:
+                self.runner.idle()
         self.dispatcher.stop()
         finisher.join(10)
         assert not finisher.is_alive()
+        self._run = self.taken.append
+
+    def _obey(self) -> None:
+        while self.inbox.qsize():
+            self._intake.handle(self.inbox.get())
 
     def _computed(self) -> None:
         """Poison what a computed batch gives back, before the next one may start. A batch without parts had nothing."""
@@ -133,8 +172,11 @@ class House:
 
     def _finished(self, finished: Finished) -> None:
         self.finished.append(finished)
-        for result in finished.results:
-            part, item = result.part, result.part.item
+        done = [PartDone(result.part.work.number, []) for result in finished.results]
+        with self._lock:
+            parts = self.batcher.done(0, Done(done, finished.taken_at, finished.execute_s, finished.copy_s))
+        for result, part in zip(finished.results, parts, strict=True):
+            item = part.item
             self.pixels(item)[:] = 255
             if result.failure is None and self.ledger.from_device(item, Progress(part.first_row, part.plan.tokens, [])):
                 raw = self.slots[item.slot.rows : item.slot.end].numpy()
@@ -146,13 +188,19 @@ class House:
     def failures(self) -> dict[int, object]:
         """By call, None for those that have rows."""
         results = [result for finished in self.finished for result in finished.results]
-        return {self.call_of[result.part.item]: result.failure for result in results}
+        return {self.call_by_number[result.part.work.number]: result.failure for result in results}
+
+    def calls_of(self, batch: Batch) -> list[int]:
+        return [self.call_by_number[part.work.number] for part in batch.parts]
 
     def _fail(self, part: Part, failure: Failure) -> None:
-        call = self.call_of[part.item]
+        call = self.call_by_number[part.work.number]
         assert call not in self.failed, "an item of one part fails once"
         self.failed[call] = failure
-        self.ledger.fail(part.item, *failure)
+        with self._lock:
+            queued = self.engine.forget(part.work.number)
+        assert queued is not None
+        self.ledger.fail(queued.item, *failure)
 
     def check(self, call: int) -> None:
         plan = self.tower.planner.plan(ImageItem(*self.media[call].shape[:2]))

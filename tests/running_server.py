@@ -105,7 +105,7 @@ class RunningServer:
     # --- its processes
 
     def children(self) -> list[int]:
-        """Process ids of the engine, which is spawned first, and of the front-ends, the youngest last."""
+        """Process ids of the scheduler, which is spawned first, of the engines and of the front-ends, by their age."""
         supervisor = self.process.pid
         pids = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
         spawned = [int(pid) for pid in pids if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
@@ -113,11 +113,13 @@ class RunningServer:
 
     @property
     def engine(self) -> int:
-        return self.children()[0]
+        """Of a server of one device."""
+        return self.children()[1]
 
     @property
     def frontends(self) -> list[int]:
-        return self.children()[1:]
+        """Of a server of one device."""
+        return self.children()[2:]
 
     def engine_seconds(self) -> float:
         """Processor time of the engine so far. Nothing but a forward takes a tenth of a second of it."""

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from opticnerve_server.types import Capacity
 
 
-def tampered_engine(config: Config, control: socket.socket, arena_fd: int) -> None:
-    """The life of the engine process."""
-    prepare("engine")
+def tampered_engine(config: Config, device: int, control: socket.socket, link: socket.socket, arena_fd: int) -> None:
+    """The life of an engine process."""
+    prepare(f"engine-{device}")
     from opticnerve_server import engine
 
     load = engine.load
     engine.load = lambda config: _tamper(load(config))
-    engine.main(config, control, arena_fd)
+    engine.main(config, device, control, link, arena_fd)
 
 
 def _tamper(loaded: Loaded) -> Loaded:

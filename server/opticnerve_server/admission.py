@@ -1,4 +1,4 @@
-"""A front-end's side of admission: asks the engine for slots, passes items to it, routes its answers to waiting calls.
+"""A front-end's side of admission: asks the scheduler for slots, passes items on, routes its answers to waiting calls.
 
 Everything here runs on the asyncio loop's thread. The socket is read and written without blocking.
 """
@@ -41,10 +41,10 @@ from .slots import Arena
 from .types import ItemPlan
 
 Answer = TakeOver | Found | Rows | ServiceError
-"""What the engine says of one item."""
+"""What the scheduler says of one item."""
 
 MAX_UNSENT = 1024
-"""Unsent messages over which no call is let in: the engine is behind. What admitted items still send is bounded too."""
+"""Unsent messages over which no call is let in: the server is behind. What admitted items still send is bounded too."""
 
 MESSAGES_PER_TURN = 64
 """Messages routed before other work of the loop gets its turn."""
@@ -88,12 +88,12 @@ class AdmittedItem:
         """Name the job in another thread that writes the pixels: `release` lets it finish first."""
         self._writer = job
 
-    def submit(self, plan: ItemPlan, dtype: str) -> None:
-        """Pass the written pixels to the engine."""
-        self._admission.send(Submit(self._call, self.index, plan, dtype))
+    def submit(self, plan: ItemPlan, dtype: str, parts: list[ItemPlan]) -> None:
+        """Pass the written pixels to the scheduler, to be run as these parts."""
+        self._admission.send(Submit(self._call, self.index, plan, dtype, parts if len(parts) > 1 else []))
 
     async def heard(self) -> TakeOver | Found | Rows:
-        """What the engine says next of the item. Raises ServiceError for what ends it."""
+        """What the scheduler says next of the item. Raises ServiceError for what ends it."""
         said = await self._said.get()
         if isinstance(said, ServiceError):
             raise said
@@ -132,7 +132,7 @@ class _Call:
 
 
 class Admission:
-    """The connection to the engine. `lost` is set when the engine is gone; every waiting call fails then."""
+    """The connection to the scheduler. `lost` is set when that is gone; every waiting call fails then."""
 
     def __init__(self, connection: socket.socket, arena: Arena) -> None:
         """To be made on the loop that will use it. Takes over `connection`."""
@@ -195,15 +195,15 @@ class Admission:
         finally:
             del self._releasing[number]
 
-    def send(self, message: messages.ToEngine) -> None:
-        """Tell the engine; it hears messages in their order."""
+    def send(self, message: messages.ToScheduler) -> None:
+        """Tell the scheduler; it hears messages in their order."""
         if self.lost.is_set():
-            return  # nobody is left to tell, and the engine's death has freed every slot
+            return  # nobody is left to tell, and its death has freed every slot
         self._unsent.append(messages.encode(message))
         if len(self._unsent) == 1:
             self._flush()
 
-    def send_from_thread(self, message: messages.ToEngine) -> None:
+    def send_from_thread(self, message: messages.ToScheduler) -> None:
         """`send`, from any thread."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.send, message)
@@ -214,9 +214,9 @@ class Admission:
 
     def _check(self) -> None:
         if self.lost.is_set():
-            raise _engine_lost()
+            raise _scheduler_lost()
         if len(self._unsent) >= MAX_UNSENT:
-            raise ServiceError("QUEUE_FULL", "the engine is behind with its messages: retry later", subject="calls")
+            raise ServiceError("QUEUE_FULL", "the server is behind with its messages: retry later", subject="calls")
 
     # --- the socket
 
@@ -227,7 +227,7 @@ class Admission:
                 self._unsent.popleft()
         except BlockingIOError:
             self._loop.add_writer(self._connection, self._flush)
-        except OSError:  # the engine is gone
+        except OSError:  # the scheduler is gone
             self._lose()
         else:
             self._loop.remove_writer(self._connection)
@@ -264,7 +264,7 @@ class Admission:
                 if answer is not None and not answer.done():
                     answer.set_result(message.count)
             case _:
-                raise TypeError(f"{type(message).__name__} is no message of the engine")
+                raise TypeError(f"{type(message).__name__} is no message of the scheduler")
 
     def _grant(self, message: Granted) -> None:
         call, number = self._asking.pop(message.call), message.call
@@ -289,12 +289,12 @@ class Admission:
         self._unsent.clear()
         for call in self._asking.values():
             if not call.granted.done():
-                call.granted.set_exception(_engine_lost())
+                call.granted.set_exception(_scheduler_lost())
         for answer in self._releasing.values():
             if not answer.done():
-                answer.set_exception(_engine_lost())
+                answer.set_exception(_scheduler_lost())
         for said in self._hearing.values():
-            said.put_nowait(_engine_lost())
+            said.put_nowait(_scheduler_lost())
         self._asking.clear()
 
 
@@ -331,5 +331,5 @@ def _failure(failed: Failed) -> ServiceError:
     return ServiceError(reason, failed.message, retry_after=failed.retry_after, metadata=metadata)
 
 
-def _engine_lost() -> ServiceError:
+def _scheduler_lost() -> ServiceError:
     return ServiceError("GPU_FAULT", "the device has failed and the server stops: retry on another one")

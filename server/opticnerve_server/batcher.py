@@ -1,157 +1,167 @@
-"""The open batch: as full as traffic allows by the time the device takes it, and never delayed by a timer.
+"""The open batches, one an engine: as full as traffic allows when the device takes them, and never delayed by a timer.
 
-While the device is busy, ready items queue; those that fit the open batch join it at once, first come first served by
-call, and their pixels begin to land on the device. When the device is free it takes the batch as it is. An item larger
-than any graph, a long video, queues as several parts where its segments allow, and alone otherwise.
+While a device is busy, ready parts join the open batches, first come first served by call, and their pixels begin to
+land. When the device is free it takes its batch as it is. Parts that no open batch has room for stay in one queue: they
+go to whichever engine is free first. An item larger than any graph, a long video, comes as several parts where its
+segments allow, and is alone in its batch otherwise.
 """
 
 from __future__ import annotations
 
 import heapq
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from .graphs import fits
+from .balance import Pace, choose, cost_of
+from .budgets import some_holds
 from .ledger import Item, Ledger
-from .models.base import Planner
-from .types import Capacity, ItemPlan, Load
+from .messages import Done, Land, PathState, Run, Work
+from .types import ItemPlan, Load
 
 
-class Failure(NamedTuple):
-    """Why an item has no rows: a reason of the table in `errors.py`, a sentence, when a retry makes sense."""
-
-    reason: str
-    message: str
-    retry_after: float | None = None
-
-
-@dataclass(slots=True)
-class Part:
+@dataclass(slots=True, eq=False)
+class QueuedPart:
     """A contiguous run of an item's units; almost always the whole item."""
 
     item: Item
     plan: ItemPlan
+    number: int
+    cost: float
     pixels: int = 0  # where its pixels begin, in bytes from those of the item
     first_row: int = 0
-    landed_at: int = 0  # where its pixels begin in the landing block
-    failure: Failure | None = None  # it could not land
-
-
-@dataclass(slots=True)
-class Batch:
-    """Parts that go to the device together, in the order in which their pixels landed."""
-
-    parts: list[Part] = field(default_factory=list)
-    dropped: list[Part] = field(default_factory=list)
+    retried: bool = False  # an engine died with it
 
     @property
-    def plans(self) -> list[ItemPlan]:
-        return [part.plan for part in self.parts]
+    def work(self) -> Work:
+        """What the engine is told."""
+        item = self.item
+        return Work(self.number, self.plan, item.slot.pixels + self.pixels, item.slot.rows, self.first_row, item.dtype)
 
-    def load(self, path: str) -> Load:
-        """What the batch asks of one path."""
-        return Load.of(plan.paths[path] for plan in self.plans)
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """An engine as the batcher sees it: what it has been given."""
+
+    device: int
+    paths: Mapping[str, PathState]  # what bounds a batch, by path
+    send: Callable[[Land | Run], None]
+    works: bool = True
+    free: bool = True
+    free_at: float = 0.0
+    cost: float = 0.0  # of the open batch, as are the next
+    load: dict[str, Load] = field(default_factory=dict)
+    open: dict[int, QueuedPart] = field(default_factory=dict)
+    running: dict[int, QueuedPart] = field(default_factory=dict)  # started, not reported
+
+    def holds(self, plan: ItemPlan) -> bool:
+        """Whether the open batch has room. A part that no capacity holds is alone in its batch."""
+        return not self.open or all(
+            some_holds(self.paths[path].capacities, self._load(path).plus(asked))
+            for path, asked in plan.paths.items()
+            if asked.units
+        )
+
+    def join(self, part: QueuedPart) -> None:
+        self.open[part.number] = part
+        self.cost += part.cost
+        self.load = {path: self._load(path).plus(asked) for path, asked in part.plan.paths.items()}
+
+    def take(self) -> list[QueuedPart]:
+        """Close the open batch."""
+        parts, self.open, self.load, self.cost = list(self.open.values()), {}, {}, 0.0
+        return parts
+
+    def forget(self, number: int) -> QueuedPart | None:
+        """A part that has come back; None if it had before."""
+        return self.running.pop(number, None) or self.open.pop(number, None)
+
+    def _load(self, path: str) -> Load:
+        return self.load.get(path) or Load(0, 0, 0, 0)
 
 
 class Batcher:
-    """Collects ready items and forms batches.
+    """Forms batches for any number of engines. For one thread."""
 
-    `put` and `device_free` may be called from any thread, `take` from the device thread alone.
-    """
-
-    def __init__(self, ledger: Ledger, planner: Planner, capacities: Mapping[str, Sequence[Capacity]]) -> None:
-        """`capacities` bound a batch on each path: the captured ones, or those planned where graphs are off."""
+    def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._planner = planner
-        self._capacities = capacities
-        self._changed = threading.Condition()
-        self._ready: list[tuple[tuple[float, int], int, int, Part]] = []
-        self._arrivals = 0
-        self._open = Batch()
-        self._free = True
-        self._stopped = False
+        self._ready: list[tuple[tuple[float, int], int, int, QueuedPart]] = []
+        self._numbers = 0
+        self.pace = Pace()
+        self.engines: dict[int, Engine] = {}  # by device
 
-    def put(self, item: Item) -> int:
-        """Queue an item whose pixels are in its slot; returns the number of its parts."""
-        parts, pixels, row = [], 0, 0
-        for plan in self._planner.split(item.placed, lambda plan: self._hold([plan])):
-            parts.append(Part(item, plan, pixels, row))
+    def put(self, item: Item, plans: Iterable[ItemPlan]) -> None:
+        """Queue an item whose pixels are in its slot, as these parts in order. There is an engine."""
+        paths = next(iter(self.engines.values())).paths
+        rows_per_unit = {name: path.rows_per_unit for name, path in paths.items()}
+        pixels = row = 0
+        for plan in plans:
+            self._numbers += 1
+            self._queue(QueuedPart(item, plan, self._numbers, cost_of(plan, rows_per_unit), pixels, row))
             pixels, row = pixels + plan.pixel_bytes, row + plan.tokens
-        with self._changed:
-            for part in parts:
-                self._arrivals += 1
-                heapq.heappush(self._ready, (item.order, item.index, self._arrivals, part))
-            self._changed.notify()
-        return len(parts)
 
-    def device_free(self) -> None:
-        """The device has computed the last batch."""
-        with self._changed:
-            self._free = True
-            self._changed.notify()
+    def schedule(self) -> list[QueuedPart]:
+        """Let ready parts join open batches, and free devices take theirs; what was dropped: nobody waits for it."""
+        self.fill()
+        free = [engine for engine in self.engines.values() if engine.free and engine.open]
+        return [part for engine in free for part in self._start(engine)]
 
-    def stop(self) -> None:
-        """Let `take` return None once nothing is queued."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify()
-
-    def take(self, land: Callable[[Part], int], idle: Callable[[], None]) -> Batch | None:
-        """Wait for work and a free device; the batch is then the caller's. None after `stop` when nothing is left.
-
-        `land` starts the copy of a joining part's pixels and says where they begin; `idle` is called about once a
-        second while waiting, and may take its time: neither is called under the lock.
-        """
-        while True:
-            quiet = False
-            with self._changed:
-                joined = self._join()
-                if not joined and not (self._open.parts and self._free):
-                    if self._stopped and not self._open.parts and not self._ready:
-                        return None
-                    quiet = not self._changed.wait(timeout=1.0)
-                    joined = self._join()
-            if quiet:
-                idle()
-            for part in joined:
-                part.landed_at = land(part)
-            with self._changed:
-                if not (self._open.parts and self._free):
-                    continue
-                batch, self._open = self._open, Batch()
-                self._free = False
-            self._drop_unwanted(batch)
-            return batch
-
-    def _join(self) -> list[Part]:
-        """Move ready parts into the open batch while they fit."""
-        joined = []
+    def fill(self) -> None:
+        """Let ready parts join open batches while one holds the first of them."""
+        now = time.monotonic()
         while self._ready:
             part = self._ready[0][-1]
-            # A part that no capacity holds is alone in its batch.
-            if self._open.parts and not self._hold([*self._open.plans, part.plan]):
+            engine = choose(self._able(), part.plan, part.cost, self.pace, now)
+            if engine is None:
                 break
             heapq.heappop(self._ready)
             if self._ledger.to_device(part.item):
-                self._open.parts.append(part)
-                joined.append(part)
-        return joined
+                engine.join(part)
+                engine.send(Land(part.work))
 
-    def _drop_unwanted(self, batch: Batch) -> None:
-        """Leave out what could not land, and what nobody can receive any more: it expired, or was released."""
-        now, parts = time.monotonic(), batch.parts
-        batch.parts = []
-        for part in parts:
-            goes = part.failure is None and self._ledger.is_wanted(part.item, now)
-            (batch.parts if goes else batch.dropped).append(part)
+    def computed(self, device: int) -> None:
+        """A device could take another batch."""
+        engine = self.engines[device]
+        engine.free, engine.free_at = True, 0.0
 
-    def _hold(self, plans: Sequence[ItemPlan]) -> bool:
-        """Whether on every path some capacity holds all of `plans`."""
-        return all(
-            isinstance(fits(capacities, Load.of(plan.paths[path] for plan in plans)), Capacity)
-            for path, capacities in self._capacities.items()
-            if any(plan.paths[path].units for plan in plans)
-        )
+    def done(self, device: int, message: Done) -> list[QueuedPart]:
+        """The parts that have run together, in the order of the message."""
+        engine = self.engines[device]
+        parts = [engine.running.pop(done.number) for done in message.parts]
+        self.pace.learn(sum(part.cost for part in parts), message.execute_s)
+        return parts
+
+    def lose(self, device: int) -> list[QueuedPart]:
+        """An engine is gone. What it had is queued again, each part once; those that cannot be, which have failed."""
+        engine = self.engines.pop(device)
+        failed = []
+        for part in [*engine.running.values(), *engine.open.values()]:
+            if not self.again(part):
+                failed.append(part)
+        return failed
+
+    def again(self, part: QueuedPart) -> bool:
+        """Queue a part anew that its engine could not run; False if it was before, or no engine works."""
+        if part.retried or not any(engine.works for engine in self.engines.values()):
+            return False
+        part.retried = True
+        self._ledger.unrun(part.item)
+        self._queue(part)
+        return True
+
+    def _queue(self, part: QueuedPart) -> None:
+        heapq.heappush(self._ready, (part.item.order, part.item.index, part.number, part))
+
+    def _able(self) -> list[Engine]:
+        """The engines whose devices compute; all if none does: it fails what comes, and finds out whether it does."""
+        engines = list(self.engines.values())
+        return [engine for engine in engines if engine.works] or engines
+
+    def _start(self, engine: Engine) -> list[QueuedPart]:
+        """Let a free device take its open batch; what is left out: it expired, or was released."""
+        now, taken = time.monotonic(), engine.take()
+        wanted = {part.number: part for part in taken if self._ledger.is_wanted(part.item, now)}
+        engine.running |= wanted
+        engine.free, engine.free_at = False, now + self.pace.time(sum(part.cost for part in wanted.values()))
+        engine.send(Run(list(wanted)))
+        return [part for part in taken if part.number not in wanted]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +19,7 @@ from opticnerve.v1 import encoder_pb2 as pb
 
 from . import metrics, wire
 from .admission import Admission, AdmittedItem
+from .budgets import held_alone
 from .errors import Scope, ServiceError, internal_error, to_duration, to_item_failed
 from .info import Model
 from .interceptors import is_expired
@@ -27,7 +28,7 @@ from .metrics import Result, Stage
 from .preprocess import PlannedItem, Preprocessor
 from .store import key_of
 from .stream import MAX_CHUNK_BYTES, RowStream
-from .types import ROW_BYTES, Dispatched, ItemPlan
+from .types import ROW_BYTES, Capacity, Dispatched, ItemPlan
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class Options:
     hold: Hold | None = None
     store_bytes: int = 0
     instance_id: str = ""
+    bounds: Mapping[str, Sequence[Capacity]] = field(default_factory=dict)  # of a batch, by path
     address: str = ""  # where held rows are fetched
 
     @property
@@ -268,7 +270,14 @@ class Call:
         item.admitted.written_by(job)
         await asyncio.wrap_future(job)
         item.seconds[Stage.PREPROCESS] = time.monotonic() - started
-        item.admitted.submit(item.plan, self._options.dtype)
+        item.admitted.submit(item.plan, self._options.dtype, self._parts(item.plan))
+
+    def _parts(self, plan: ItemPlan) -> list[ItemPlan]:
+        """What an item is cut into, in order, that no graph holds as it is."""
+        bounds = self._options.bounds
+        if held_alone(plan, bounds):
+            return [plan]
+        return self._options.model.planner.split(plan, lambda part: held_alone(part, bounds))
 
     def _planned_now(self, item: CallItem) -> None:
         """What is held is answered as soon as its plan is known."""

@@ -89,6 +89,13 @@ def _color(text: str) -> str:
     return text.lower()
 
 
+def _devices(text: str) -> str:
+    words = text.split(",")
+    if text != "all" and not (all(word.isdecimal() for word in words) and len({*map(int, words)}) == len(words)):
+        raise ValueError("write all, or the numbers of devices with commas between, each once, such as 0,1")
+    return text
+
+
 def _advertise(text: str) -> str:
     return text if text == "auto" else address(text)
 
@@ -127,6 +134,22 @@ class Config:
         "cuda where there is one, else cpu.",
         "auto|cpu|cuda",
         default="auto",
+    )
+    devices: str = setting(
+        _devices,
+        _MODEL,
+        "Devices that run the tower, one engine process each: all, or numbers such as 0,1.",
+        "all GPUs that CUDA shows, on a CPU one.",
+        "LIST",
+        default="all",
+    )
+    min_engines: int | Literal["all"] = setting(
+        or_word("all", "all", _count),
+        _MODEL,
+        "Engines that must have started before the server serves; later one that works is enough.",
+        "a server that has just started is as fast as it will be.",
+        "N",
+        default="all",
     )
     dtype: str = setting(
         choice("auto", "float32", "bfloat16", "float16"),

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from .batcher import Batch, Failure, Part
 from .buffers import Landing, Packing, Ring, Staging
 from .graphs import Graph, GraphManager, eager_capacity
 from .models.base import PIXELS, Tower
+from .parts import Batch, Failure, Part
 from .streams import Event, Streams
 from .types import Capacity, Dispatched, ItemPlan, Load, Outcome, Reason
 
@@ -127,7 +127,7 @@ class Dispatcher:
 
     def land(self, part: Part) -> int:
         """Start the copy of a part's pixels to the device; returns where they begin in the landing block."""
-        start = part.item.slot.pixels + part.pixels
+        start = part.work.pixels
         with torch.inference_mode(), self._streams.copy_in():
             return self._landings[self._turn].add(self._slots[start : start + part.plan.pixel_bytes])
 
@@ -239,8 +239,8 @@ class Dispatcher:
         """Copy each part's rows into its slot in its dtype, on the current stream; returns what must stay alive."""
         kept, start = [], 0
         for part in batch.parts:
-            mine = rows[start : start + part.plan.tokens].to(DTYPES[part.item.dtype])
-            at = part.item.slot.rows + part.first_row * mine.shape[1] * mine.itemsize
+            mine = rows[start : start + part.plan.tokens].to(DTYPES[part.work.dtype])
+            at = part.work.rows + part.work.first_row * mine.shape[1] * mine.itemsize
             self._slots[at : at + mine.nbytes].view(mine.dtype).view(mine.shape).copy_(mine, non_blocking=True)
             kept.append(mine)
             start += part.plan.tokens
@@ -267,7 +267,7 @@ class Dispatcher:
         for part in launched.batch.parts:
             mine = peaks[start : start + part.plan.tokens]
             start += part.plan.tokens
-            results.append(Result(part, _judgement(mine, part.item.dtype)))
+            results.append(Result(part, _judgement(mine, part.work.dtype)))
         streams = self._streams
         return Finished(
             results,

@@ -1,8 +1,8 @@
-"""The engine process: one device, the only one to launch work.
+"""The engine process: one device, the only one to launch work on it.
 
-Three threads: the main thread is the device thread (`batcher.py`, `dispatcher.py`), the receiver reads what front-ends
-and supervisor send and grants slots (`ledger.py`), the finisher reports batches that are done. A thread that dies takes
-the process with it, and the supervisor the server.
+Three threads: the main thread is the device thread, which does what the scheduler says (`parts.py`, `runner.py`,
+`dispatcher.py`), the finisher reports batches that are done, the heart beats. A thread that dies takes the process with
+it; the supervisor starts another.
 """
 
 from __future__ import annotations
@@ -12,26 +12,41 @@ import itertools
 import json
 import logging
 import os
+import select
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-import msgspec
 import torch
+from msgspec.structs import replace
 
 from . import __version__, metrics
-from .batcher import Batcher, Failure, Part
 from .config import Config
 from .dispatcher import Dispatcher, Finished
 from .graphs import GraphsFailed
 from .hits import Counts
-from .ledger import Ledger, Notice, Progress
 from .loading import Loaded, load
 from .media import CONTRACT
-from .messages import EndLeases, EngineReady, Message, PathState, PhaseChange, Release, Reserve, Stop, Submit
-from .peers import Peers
+from .messages import (
+    MAX_MESSAGE_BYTES,
+    Computed,
+    Done,
+    EngineReady,
+    EngineWorks,
+    Land,
+    Message,
+    OfEngine,
+    PartDone,
+    PartFailed,
+    PathState,
+    PhaseChange,
+    Run,
+    decode,
+    encode,
+)
+from .parts import Failure, Intake, Part
 from .runner import DeviceBroken, Runner, device_is_broken
 from .selftest import self_test
 from .sentinel import Sentinel, SentinelFailed
@@ -45,15 +60,22 @@ EXIT_RUNTIME, EXIT_CONFIG, EXIT_GPU_FAULT = 1, 2, 3
 STUCK_S = 120.0
 """A batch that the device has not computed after so long never will be: the engine stops giving signs of life."""
 
-EXPIRED = Failure("EXPIRED_IN_QUEUE", "the deadline passed while the item waited for the device")
+BEAT_S = 1.0
+"""Between two signs of life."""
+
+IDLE_S = 1.0
+"""Time without work after which the device is looked after."""
 
 
-def main(config: Config, control: socket.socket, arena_fd: int) -> None:
-    """Load, capture, serve until told to stop. Ends the process with an exit code where it cannot go on."""
+def main(config: Config, device: int, control: socket.socket, link: socket.socket, arena_fd: int) -> None:
+    """Load, capture, run what comes over `link` until it ends. Ends the process, with an exit code, if it cannot go on.
+
+    `device` is its number among those of the server; the process sees no other GPU.
+    """
     # A thread waits for the interpreter lock at most this long; the default of 5 ms is a batch's worth.
     sys.setswitchinterval(0.0002)
     try:
-        Engine(config, control, arena_fd).run()
+        Engine(config, device, control, link, arena_fd).run()
     except (ValueError, GraphsFailed, SentinelFailed) as error:
         log.error("cannot start", extra={"error": str(error)})
         sys.exit(EXIT_CONFIG if isinstance(error, ValueError) else EXIT_RUNTIME)
@@ -65,26 +87,17 @@ def main(config: Config, control: socket.socket, arena_fd: int) -> None:
 class Engine:
     """The parts of the process and their life."""
 
-    def __init__(self, config: Config, control: socket.socket, arena_fd: int) -> None:
+    def __init__(self, config: Config, device: int, control: socket.socket, link: socket.socket, arena_fd: int) -> None:
         self.config = config
         self.arena = Arena(arena_fd, config.arena_bytes)
-        self.ledger = Ledger(
-            max_items=config.max_queue_items,
-            max_tokens=config.max_queue_tokens,
-            max_bytes=config.max_queue_bytes,
-            store_bytes=config.store_bytes,
-        )
-        self.peers = Peers(control)
-        self._telling = threading.Lock()
         self.counts = Counts()
-        self.stopping = threading.Event()
-        self.batcher: Batcher | None = None  # from READY on, as is the next
-        self.runner: Runner | None = None
+        self.runner: Runner | None = None  # from READY on
+        self._device = device
+        self._control, self._link = control, link
 
     def run(self) -> None:
         """The life of the process, on its main thread."""
-        _thread(self._receive_forever, "receiver")
-        self.peers.tell_supervisor(PhaseChange(Phase.LOADING))
+        self._tell_supervisor(PhaseChange(Phase.LOADING))
         loaded = load(self.config)
         device = loaded.tower.tower.device
         if device.type == "cpu":
@@ -95,9 +108,9 @@ class Engine:
             self._capture(loaded)
         ready = self._ready(loaded)
         self._publish(loaded, ready)
-        dispatcher = self._dispatcher(loaded)
-        self.peers.tell_supervisor(ready)
-        self._serve(dispatcher)
+        dispatcher, runner = self._parts(loaded)
+        self._tell_supervisor(ready)
+        self._serve(dispatcher, runner)
 
     def _ready(self, loaded: Loaded) -> EngineReady:
         tower, source = loaded.tower.tower, loaded.source
@@ -117,7 +130,15 @@ class Engine:
             device=torch.cuda.get_device_name(tower.device) if tower.device.type == "cuda" else "cpu",
             attention_backend=loaded.tower.attention_backend,
             paths=[
-                PathState(name, state.budgets, len(state.graphs), state.memory_bytes, state.capture_s)
+                PathState(
+                    name,
+                    state.budgets,
+                    len(state.graphs),
+                    state.memory_bytes,
+                    state.capture_s,
+                    tower.planner.paths[name].rows_per_unit,
+                    state.capacities or loaded.capacities[name],
+                )
                 for name, state in loaded.graphs.paths.items()
             ],
             reasons=loaded.tower.reasons,
@@ -130,7 +151,7 @@ class Engine:
     def _capture(self, loaded: Loaded) -> None:
         """Capture and test every graph. Raises ConfigError or GraphsFailed."""
         graphs, total = loaded.graphs, sum(map(len, loaded.capacities.values()))
-        self.peers.tell_supervisor(PhaseChange(Phase.CAPTURING, f"0 of {total} graphs"))
+        self._tell_supervisor(PhaseChange(Phase.CAPTURING, f"0 of {total} graphs"))
         limit = self.config.graph_memory_bytes
         estimate = loaded.estimate(limit)
         log.info("graph memory estimated", extra={"mib": estimate >> 20, "limit_bytes": limit})
@@ -148,11 +169,11 @@ class Engine:
                     "s": round(time.perf_counter() - started, 2),
                 },
             )
-            self.peers.tell_supervisor(PhaseChange(Phase.CAPTURING, f"{done} of {total} graphs"))
+            self._tell_supervisor(PhaseChange(Phase.CAPTURING, f"{done} of {total} graphs"))
 
         def tested(path: str, capacity: Capacity) -> None:
             done = next(numbers)
-            self.peers.tell_supervisor(PhaseChange(Phase.CAPTURING, f"{done} of {total} graphs tested"))
+            self._tell_supervisor(PhaseChange(Phase.CAPTURING, f"{done} of {total} graphs tested"))
 
         numbers = itertools.count(1)
         with torch.inference_mode():
@@ -177,7 +198,7 @@ class Engine:
             metrics.GRAPH_MEMORY_BYTES.labels(path).set(state.memory_bytes)
             metrics.CAPTURE_DURATION.labels(path).set(state.capture_s)
 
-    def _dispatcher(self, loaded: Loaded) -> Dispatcher:
+    def _parts(self, loaded: Loaded) -> tuple[Dispatcher, Runner]:
         tower, graphs = loaded.tower.tower, loaded.graphs
         self._tokens_per_unit = {path: spec.tokens_per_unit for path, spec in tower.planner.paths.items()}
         self._batch_tokens = metrics.batch_tokens_histogram(
@@ -185,8 +206,6 @@ class Engine:
             for path, capacities in loaded.capacities.items()
             for capacity in capacities
         )
-        bounds = {path: graphs.paths[path].capacities or planned for path, planned in loaded.capacities.items()}
-        self.batcher = Batcher(self.ledger, tower.planner, bounds)
         dispatcher = Dispatcher(
             tower,
             graphs,
@@ -201,135 +220,91 @@ class Engine:
             dispatcher,
             Sentinel(graphs, loaded.capacities),
             fail=self._fail,
-            free=self.batcher.device_free,
-            changed=self._tell_load,
+            free=lambda: self._tell(Computed()),
+            changed=self._changed,
         )
-        return dispatcher
-
-    def _serve(self, dispatcher: Dispatcher) -> None:
-        """Run batches until told to stop, then those that are queued. Raises DeviceBroken."""
-        batcher, runner = self.batcher, self.runner
-        assert batcher is not None
-        assert runner is not None
-        finisher = _thread(dispatcher.finish_forever, "finisher")
-        if self.stopping.is_set():
-            batcher.stop()
-        while (batch := batcher.take(runner.land, runner.idle)) is not None:
-            for part in batch.dropped:
-                self._fail(part, part.failure or EXPIRED)
-            runner.run(batch)
-        dispatcher.stop()
-        finisher.join()
-        self.counts.tell()
+        return dispatcher, self.runner
 
     def _computed(self) -> None:
         assert self.runner is not None, "nothing is launched but by it"
         self.runner.computed()
 
+    def _changed(self) -> None:
+        """The device computes again, or no longer."""
+        assert self.runner is not None
+        news = EngineWorks(self.runner.works)
+        self._tell(news)
+        self._tell_supervisor(news)
+
     def _finished(self, finished: Finished) -> None:
-        """Report a batch to front-ends and metrics; on the finisher."""
+        """Report a batch to scheduler and metrics; on the finisher."""
+        done = []
         for result in finished.results:
             part = result.part
             if result.failure is not None:
                 self._fail(part, result.failure)
                 continue
-            progress = Progress(
-                start=part.first_row,
-                count=part.plan.tokens,
-                dispatches=[run.told_to(part.plan) for run in finished.runs if part.plan.paths[run.path].units],
-                queue_s=max(0.0, finished.taken_at - part.item.submitted_at),
-                execute_s=finished.execute_s,
-                copy_s=finished.copy_s,
-            )
-            with self._telling:
-                self._tell(self.ledger.from_device(part.item, progress))
+            runs = [run.told_to(part.plan) for run in finished.runs if part.plan.paths[run.path].units]
+            done.append(PartDone(part.work.number, [replace(run, device=self._device) for run in runs]))
+        self._tell(Done(done, finished.taken_at, finished.execute_s, finished.copy_s))
         self.counts.add(finished)
         self._batch_tokens.observe(max(run.load.units * self._tokens_per_unit[run.path] for run in finished.runs))
 
     def _fail(self, part: Part, failure: Failure) -> None:
-        """End the item of a part that comes back from the device, or was to go there, without rows."""
-        with self._telling:
-            self._tell(self.ledger.fail(part.item, *failure))
+        """A part ends without rows."""
+        self._tell(PartFailed(part.work.number, *failure))
 
-    def _tell(self, notices: Iterable[Notice]) -> None:
-        """Tell the front-ends. `_telling` is held since the ledger was asked: they hear of events in their order."""
-        for frontend, message in notices:
-            self.peers.tell_frontend(frontend, message)
+    def _tell(self, message: OfEngine) -> None:
+        """Tell the scheduler; any thread. Once it is gone, the next read ends this process."""
+        try:
+            self._link.sendall(encode(message))
+        except (BrokenPipeError, ConnectionResetError):
+            log.info("scheduler is gone", extra={"message_type": type(message).__name__})
 
-    # --- receiver
+    def _tell_supervisor(self, message: Message) -> None:
+        self._control.sendall(encode(message))
 
-    def _receive_forever(self) -> None:
-        last = 0.0
+    # --- life
+
+    def _serve(self, dispatcher: Dispatcher, runner: Runner) -> None:
+        """Do what the scheduler says until it is gone. Raises DeviceBroken."""
+        finisher = _thread(dispatcher.finish_forever, "finisher")
+        _thread(lambda: self._beat_forever(runner), "heart")
+        intake = Intake(runner.land, runner.run, self._fail)
         while True:
-            for peer in self.peers.wait(timeout=0.5):
-                self._receive(peer)
-            if time.monotonic() - last >= 1.0:
-                last = time.monotonic()
-                self._report()
+            if not select.select([self._link], [], [], IDLE_S)[0]:
+                runner.idle()
+            elif (message := self._heard()) is not None:
+                intake.handle(message)
+            else:
+                break
+        dispatcher.stop()
+        finisher.join()
+        self.counts.tell()
 
-    def _report(self) -> None:
-        """What is due every second: gauges, the line of hits, and the sign of life, unless the device gives none."""
-        occupancy = self.ledger.occupancy()
-        metrics.QUEUE_ITEMS.set(occupancy.items)
-        metrics.INFLIGHT_ITEMS.set(self.ledger.on_device)
-        metrics.QUEUE_TOKENS.set(occupancy.tokens)
-        metrics.QUEUE_BYTES.set(occupancy.bytes)
-        store = self.ledger.store
-        metrics.STORE_ITEMS.set(store.items)
-        metrics.STORE_BYTES.set(store.used_bytes)
-        metrics.STORE_LEASED_BYTES.set(store.leased_bytes)
+    def _heard(self) -> Land | Run | None:
+        """What the scheduler says; None once it is gone."""
+        try:
+            data = self._link.recv(MAX_MESSAGE_BYTES)
+        except ConnectionResetError:
+            data = b""
+        message = decode(data) if data else None
+        assert message is None or isinstance(message, Land | Run), "nothing else is for an engine"
+        return message
+
+    def _beat_forever(self, runner: Runner) -> None:
+        while True:
+            self._beat(runner)
+            time.sleep(BEAT_S)
+
+    def _beat(self, runner: Runner) -> None:
+        """What is due every second: the line of hits, and the sign of life, unless the device gives none."""
         self.counts.tell_if_due()
-        stuck = 0.0 if self.runner is None else time.monotonic() - self.runner.busy_since
+        stuck = time.monotonic() - runner.busy_since
         if stuck < STUCK_S:
-            self._tell_load()
+            self._tell_supervisor(EngineWorks(runner.works))
         else:
             log.error("a batch does not end", extra={"seconds": round(stuck)})
-
-    def _tell_load(self) -> None:
-        """Tell the supervisor how much is inside, and whether the device works. Any thread."""
-        works = self.runner is None or self.runner.works
-        self.peers.tell_supervisor(msgspec.structs.replace(self.ledger.occupancy(), works=works))
-
-    def _receive(self, frontend: int | None) -> None:
-        """Read and act on one message of a front-end, or of the supervisor (None)."""
-        message = self.peers.read(frontend)
-        if message is None and frontend is None:
-            log.error("supervisor is gone")
-            os._exit(EXIT_RUNTIME)
-        elif message is None and frontend is not None:
-            self.peers.detach(frontend)
-            with self._telling:
-                lost, notices = self.ledger.disconnect(frontend)
-                self._tell(notices)
-            log.log(
-                logging.WARNING if lost else logging.INFO,
-                "front-end is gone",
-                extra={"frontend": frontend, "items": lost},
-            )
-        elif isinstance(message, Stop):
-            self.stopping.set()
-            if self.batcher is not None:
-                self.batcher.stop()
-        elif frontend is not None and message is not None:
-            with self._telling:
-                self._act(frontend, message)
-
-    def _act(self, frontend: int, message: Message) -> None:
-        """Enter what a front-end says into the ledger."""
-        ledger = self.ledger
-        match message:
-            case Reserve():
-                self._tell(ledger.reserve(frontend, message))
-            case Submit():
-                item, notices = ledger.submit(frontend, message)
-                self._tell(notices)
-                if item is not None:
-                    assert self.batcher is not None, "front-ends submit from READY on"
-                    self.batcher.put(item)
-            case Release():
-                self._tell(ledger.release(frontend, message.call, message.index, message.served))
-            case EndLeases():
-                self._tell(ledger.end_leases(frontend, message.call, message.names))
 
 
 def _thread(target: Callable[[], None], name: str) -> threading.Thread:

@@ -15,7 +15,7 @@ from .admission import Admission
 from .config import Config
 from .info import Model, ServerState
 from .media import CONTRACT
-from .messages import EngineReady, FrontendAlive, FrontendReady, Occupancy, PhaseChange, Stop
+from .messages import Devices, EngineReady, FrontendAlive, FrontendReady, Occupancy, PhaseChange, Stop
 from .ports import advertised
 from .preprocess import Preprocessor
 from .service import EncoderService
@@ -36,7 +36,7 @@ def main(
     config: Config,
     index: int,
     control: socket.socket,
-    engine: socket.socket,
+    scheduler: socket.socket,
     arena_fd: int,
     address: str,
     instance_id: str,
@@ -46,19 +46,19 @@ def main(
     The process has been made a child of the supervisor (`processes.prepare`) and sees no CUDA device.
     """
     arena = Arena(arena_fd, config.arena_bytes)
-    raise SystemExit(asyncio.run(_serve(config, index, control, engine, arena, address, instance_id)))
+    raise SystemExit(asyncio.run(_serve(config, index, control, scheduler, arena, address, instance_id)))
 
 
 async def _serve(
     config: Config,
     index: int,
     control: socket.socket,
-    engine: socket.socket,
+    scheduler: socket.socket,
     arena: Arena,
     address: str,
     instance_id: str,
 ) -> int:
-    frontend = Frontend(config, control, engine, arena, instance_id)
+    frontend = Frontend(config, control, scheduler, arena, instance_id)
     await frontend.start(address)
     _log.info("front-end listening", extra={"address": address, "frontend": index})
     return await frontend.run()
@@ -85,7 +85,7 @@ class Frontend:
         self,
         config: Config,
         control: socket.socket,
-        engine: socket.socket,
+        scheduler: socket.socket,
         arena: Arena,
         instance_id: str,
         open_model: Callable[[Config], Model] = open_model,
@@ -94,7 +94,7 @@ class Frontend:
         self._open_model = open_model
         self._control = control
         self._control.setblocking(False)
-        self._admission = Admission(engine, arena)
+        self._admission = Admission(scheduler, arena)
         self._preprocessor = Preprocessor(config)
         self._service = EncoderService(self.state, self._admission, self._preprocessor)
         self._health = HealthServicer()
@@ -117,7 +117,7 @@ class Frontend:
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                beside = [tasks.create_task(self._speak()), tasks.create_task(self._watch_engine())]
+                beside = [tasks.create_task(self._speak()), tasks.create_task(self._watch_scheduler())]
                 code = await self._follow()
                 for task in beside:
                     task.cancel()
@@ -136,10 +136,10 @@ class Frontend:
             self._preprocessor.check()
             message = FrontendAlive()
 
-    async def _watch_engine(self) -> None:
-        """The engine's end fails every call; the supervisor decides what comes next."""
+    async def _watch_scheduler(self) -> None:
+        """The scheduler's end fails every call; the supervisor decides what comes next."""
         await self._admission.lost.wait()
-        _log.error("engine is gone")
+        _log.error("scheduler is gone")
         self.state.phase = Phase.FAILED
         await self._publish()
 
@@ -154,6 +154,8 @@ class Frontend:
                 case EngineReady() as ready:
                     self.state.ready = ready
                     await self._publish()
+                case Devices(devices=devices):
+                    self.state.devices = devices
                 case Occupancy() as occupancy:
                     self.state.occupancy = occupancy
                 case Stop(grace=grace):

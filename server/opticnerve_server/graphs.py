@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from .budgets import fits
 from .buffers import Packing, aligned
 from .models.base import PathSpec, Tower
 from .types import Capacity, Load, Reason
@@ -120,35 +121,6 @@ def _classes(units: int, items: int, spec: PathSpec, launches_by_segments: bool)
     few = Capacity(units, min(items, FEW_SEGMENTS), segments=min(most, FEW_SEGMENTS), longest=rows)
     many = Capacity(units, items, segments=min(most, max(items, 64)), longest=max(256, rows // SHORT_FRACTION))
     return [few] if many.segments <= few.segments else [few, many]
-
-
-def holds(capacity: Capacity, load: Load) -> bool:
-    """Whether buffers of this capacity can take this load."""
-    return (
-        load.units <= capacity.units
-        and load.items <= capacity.items
-        and load.segments <= capacity.segments
-        and load.longest <= capacity.longest
-    )
-
-
-def fits(capacities: Sequence[Capacity], load: Load) -> Capacity | Reason:
-    """The smallest of ascending `capacities` that holds `load`, else why none does.
-
-    The one rule of what may run as a replay: the batcher fills a batch by it, the dispatcher chooses by it.
-    """
-    for capacity in capacities:
-        if holds(capacity, load):
-            return capacity
-    if not capacities:
-        return Reason.NOT_CAPTURED
-    if load.units > capacities[-1].units:
-        return Reason.TOO_MANY_TOKENS
-    if load.items > max(c.items for c in capacities):
-        return Reason.TOO_MANY_ITEMS
-    if load.longest > max(c.longest for c in capacities if c.units >= load.units):
-        return Reason.SEGMENT_TOO_LONG
-    return Reason.TOO_MANY_SEGMENTS
 
 
 def eager_capacity(spec: PathSpec, load: Load) -> Capacity:

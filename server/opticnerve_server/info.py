@@ -10,7 +10,7 @@ from opticnerve.v1 import encoder_pb2 as pb
 from . import __version__, wire
 from .config import Config
 from .errors import ServiceError
-from .messages import EngineReady, Occupancy
+from .messages import Device, EngineReady, Occupancy
 from .models.base import Planner
 from .types import Phase
 
@@ -35,6 +35,7 @@ class ServerState:
     detail: str = ""
     model: Model | None = None
     ready: EngineReady | None = None
+    devices: list[Device] = field(default_factory=list)
     occupancy: Occupancy = field(default_factory=lambda: Occupancy(0, 0, 0))
     stopping: bool = False  # new calls are refused; between SIGTERM and this, phase DRAINING still lets them in
 

@@ -255,6 +255,12 @@ class Ledger:
             self._settle(item)
             return notices
 
+    def unrun(self, item: Item) -> None:
+        """A part comes back as it went: it will join another batch."""
+        with self._lock:
+            self._leave_device(item, 0)
+            self._settle(item)
+
     def fail(self, item: Item, reason: str, message: str, retry_after: float | None = None) -> list[Notice]:
         """A part comes back without rows: nothing else of its item runs, and everyone who waits is told, once."""
         with self._lock:

@@ -1,12 +1,13 @@
 """The supervisor: the only file that knows the order in which a server starts, lives and ends.
 
-    bind all ports, NOT_SERVING -> shared memory -> engine and front-ends -> LOADING -> CAPTURING -> READY, SERVING
-    the device does not compute -> UNHEALTHY, NOT_SERVING -> it does again -> READY, SERVING
-    SIGTERM -> DRAINING, NOT_SERVING -> drain delay -> front-ends finish their calls -> engine -> exit 0
+    bind all ports, NOT_SERVING -> shared memory -> scheduler, engines, front-ends
+    LOADING -> CAPTURING -> READY, SERVING, once as many engines are ready as --min-engines says
+    no device computes -> UNHEALTHY, NOT_SERVING -> one does again -> READY, SERVING
+    SIGTERM -> DRAINING, NOT_SERVING -> drain delay -> front-ends finish their calls -> scheduler -> engines -> exit 0
 
-Exit codes: 0 a stop that was asked for, 2 a configuration or model that cannot be served, 1 any other failure, 3 an
-engine that died while serving. A front-end that dies, or says nothing any more, is replaced: its own calls alone are
-lost.
+Exit codes: 0 a stop that was asked for, 2 a configuration or model that cannot be served, 1 any other failure, 3 no
+engine is left that serves. An engine that dies, or says nothing any more, is replaced while others serve; so is a
+front-end, whose own calls alone are lost.
 """
 
 from __future__ import annotations
@@ -20,18 +21,32 @@ import tempfile
 import time
 import uuid
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from multiprocessing.connection import wait
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import messages, slots
 from .config import Config
+from .devices import devices_of
+from .engines import Engine, Engines, TooFewEngines
 from .health import HealthServer
 from .info import ServerState, server_info
-from .messages import Attach, EngineReady, Occupancy, PhaseChange, Stop
+from .messages import Attach, Devices, Occupancy, PhaseChange, Stop
 from .ports import reserve, split_address
-from .processes import Child, EngineTarget, FrontendTarget, inherited_fd, run_engine, run_frontend
+from .processes import (
+    Child,
+    EngineTarget,
+    FrontendTarget,
+    SchedulerTarget,
+    inherited_fd,
+    run_engine,
+    run_frontend,
+    run_scheduler,
+)
+from .settings import ConfigError
 from .types import Phase
 
 if TYPE_CHECKING:
@@ -43,7 +58,7 @@ CRASHES, CRASH_WINDOW_S = 5, 60.0
 """That many deaths of front-ends within that time are no accident: the server ends."""
 
 FAREWELL_S = 2.0
-"""After the engine has died: time for the front-ends to answer their callers."""
+"""After the last engine has died: time for the front-ends to answer their callers."""
 
 EXIT_S = 5.0
 """Time for a child without work to exit before it is killed."""
@@ -52,7 +67,8 @@ SAME_SIGNAL_S = 0.5
 """Signals so close behind each other are one request: `timeout` sends to the process and then to its group."""
 
 SILENCE_S = 60.0
-"""An engine that has sent no Occupancy, due every second, for that long is not alive any more."""
+"""A scheduler that has sent no Occupancy, due every second, for that long is not alive any more. An engine that has
+sent no EngineWorks, due likewise, is killed."""
 
 FRONTEND_SILENCE_S = 20.0
 """A front-end that has sent no FrontendAlive, due every second, for that long is stopped, or its loop is stuck: its
@@ -79,15 +95,17 @@ class Supervisor:
         decode_contract: dict[str, str],
         engine_target: EngineTarget = run_engine,
         frontend_target: FrontendTarget = run_frontend,
+        scheduler_target: SchedulerTarget = run_scheduler,
     ) -> None:
         self._config = config
+        self._scheduler_target = scheduler_target
         self._engine_target = engine_target
         self._frontend_target = frontend_target
         self._state = ServerState(config=config, instance_id=uuid.uuid4().hex, decode_contract=decode_contract)
         self._frontends: dict[int, Child] = {}
-        self._indices = itertools.count()  # never used again, so that the engine cannot mix up a dead one and its heir
+        self._indices = itertools.count()  # never used again: the scheduler must not mix up a dead one and its heir
         self._crashes: deque[float] = deque(maxlen=CRASHES)
-        self._listening = self._engine_ended = self._stopping = False
+        self._listening = self._stopping = self._scheduler_ended = False
         self._started, self._alive = False, True
         self._stops, self._signalled = 0, float("-inf")
         self._born = self._phase_since = self._heartbeat = time.monotonic()
@@ -147,19 +165,31 @@ class Supervisor:
         self._metrics.enter(Phase.LOADING)
 
     def _spawn(self) -> None:
-        self._arena_fd = slots.Arena.create(self._config.arena_bytes)
+        config = self._config
+        try:
+            devices = devices_of(config)
+        except ConfigError as error:
+            self._fail(str(error), 2)
+        needed = len(devices) if config.min_engines == "all" else config.min_engines
+        if needed > len(devices):
+            self._fail(f"min_engines = {needed} is over the number of devices, {len(devices)}: lower it", 2)
+        self._arena_fd = slots.Arena.create(config.arena_bytes)
         self._held.callback(os.close, self._arena_fd)
-        arguments = (self._config, Child.CONTROL, inherited_fd(self._arena_fd))
-        self._engine = Child("engine", self._engine_target, arguments)
+        self._scheduler = Child("scheduler", self._scheduler_target, (config, Child.CONTROL))
+        self._engines = Engines(devices, needed, self._spawn_engine, self._scheduler)
         self._held.callback(self._end_children)
-        for _ in range(self._config.frontends):
+        for _ in range(config.frontends):
             self._spawn_frontend()
+
+    def _spawn_engine(self, device: int, link: socket.socket) -> Child:
+        arguments = (self._config, device, Child.CONTROL, link, inherited_fd(self._arena_fd))
+        return Child(f"engine-{device}", self._engine_target, arguments)
 
     def _spawn_frontend(self) -> None:
         index = next(self._indices)
-        engine_end, frontend_end = messages.socket_pair()
-        with engine_end, frontend_end:
-            self._engine.send(Attach(index), fd=engine_end.fileno())
+        scheduler_end, frontend_end = messages.socket_pair()
+        with scheduler_end, frontend_end:
+            self._scheduler.send(Attach(index), fd=scheduler_end.fileno())
             child = Child(
                 f"frontend-{index}",
                 self._frontend_target,
@@ -175,12 +205,13 @@ class Supervisor:
             )
         self._frontends[index] = child
         child.send(PhaseChange(self._state.phase, self._state.detail))
+        child.send(Devices(self._state.devices))
         if self._state.ready is not None:
             child.send(self._state.ready)
 
     def _start(self) -> None:
         """Follow the children until all are ready and the service's port answers."""
-        while not (self._listening and self._state.ready and all(child.ready for child in self._frontends.values())):
+        while not (self._listening and self._engines.has_started and all(c.ready for c in self._frontends.values())):
             if self._stops:
                 log.info("stopped while starting")
                 raise _End(0)
@@ -232,61 +263,81 @@ class Supervisor:
         while not self._stops:
             began = time.monotonic()
             self._step(_TICK_S)
-            self._end_silent_frontends(began)
+            self._end_silent(began)
             alive = time.monotonic() - self._heartbeat < SILENCE_S
             if alive is not self._alive:
                 self._alive = alive
-                log.log(logging.INFO if alive else logging.ERROR, "engine answers" if alive else "engine is silent")
+                log.log(
+                    logging.INFO if alive else logging.ERROR, "scheduler answers" if alive else "scheduler is silent"
+                )
                 self._health.update(self._state.phase, self._started, alive)
 
     def _step(self, timeout: float) -> None:
         """Handle what has happened, or wait for it up to `timeout` seconds."""
-        engine, sentinels = self._engine, {child.process.sentinel: i for i, child in self._frontends.items()}
-        talking = {child.control: i for i, child in self._frontends.items() if not child.silent}
-        watched: list[Any] = [self._wakeup, *sentinels, *talking]
-        if not engine.silent:
-            watched.append(engine.control)
-        if not self._engine_ended:
-            watched.append(engine.process.sentinel)
-        for event in wait(watched, timeout):
-            if event is self._wakeup:
-                self._wakeup.recv(64)
-            elif event is engine.control:
-                while (message := engine.receive()) is not None:
-                    self._on_engine(message)
-            elif event in talking:
-                self._on_frontend(talking[event])
-            elif event == engine.process.sentinel:
-                self._on_engine_death()
-            else:
-                self._on_frontend_death(sentinels[cast(int, event)])
+        handlers: dict[Any, Callable[[], object]] = {self._wakeup: lambda: self._wakeup.recv(64)}
+        if not self._scheduler_ended:
+            self._watch(handlers, self._scheduler, self._on_scheduler, self._on_scheduler_death)
+        for engine in self._engines:
+            self._watch(
+                handlers, engine.child, partial(self._on_engine, engine), partial(self._on_engine_death, engine)
+            )
+        for index, child in self._frontends.items():
+            hear, end = partial(self._on_frontend, child), partial(self._on_frontend_death, index)
+            self._watch(handlers, child, hear, end)
+        # What a child said last is heard before its end.
+        for event in sorted(wait(list(handlers), timeout), key=lambda event: isinstance(event, int)):
+            handlers[event]()
         if self._stops > 1:
             log.warning("stopped at once by a second signal")
             raise _End(1)
 
-    def _on_engine(self, message: messages.Message) -> None:
-        match message:
-            case Occupancy():
-                self._heartbeat = time.monotonic()
-                self._state.occupancy = message
-                self._tell_frontends(message)
-                phase = Phase.READY if message.works else Phase.UNHEALTHY
-                if self._state.phase in (Phase.READY, Phase.UNHEALTHY) and phase is not self._state.phase:
-                    self._enter(phase)
-            case EngineReady():
-                self._state.ready = message
-                self._tell_frontends(message)
-            case PhaseChange(phase=phase, detail=detail):
-                self._enter(phase, detail)
+    def _watch(
+        self,
+        handlers: dict[Any, Callable[[], object]],
+        child: Child,
+        on_message: Callable[[messages.Message], None],
+        on_death: Callable[[], None],
+    ) -> None:
+        def hear_all() -> None:
+            while (message := child.receive()) is not None:
+                on_message(message)
 
-    def _on_frontend(self, index: int) -> None:
-        child = self._frontends.get(index)  # None where its end was noticed just now
-        while child is not None and child.receive() is not None:
-            child.ready = True  # FrontendReady is the first thing that it says, FrontendAlive all else
+        if not child.silent:
+            handlers[child.control] = hear_all
+        handlers[child.process.sentinel] = on_death
+
+    def _on_scheduler(self, message: messages.Message) -> None:
+        assert isinstance(message, Occupancy), "it says nothing else"
+        self._heartbeat = time.monotonic()
+        self._state.occupancy = message
+        self._tell_frontends(message)
+
+    def _on_engine(self, engine: Engine, message: messages.Message) -> None:
+        engines, state = self._engines, self._state
+        engines.hear(engine, message)
+        if state.ready is None and engines.ready is not None:
+            state.ready = engines.ready
+            self._tell_frontends(engines.ready)
+        self._tell_devices()
+        if not engines.has_started or state.phase in (Phase.READY, Phase.UNHEALTHY):
+            self._enter(*engines.phase)
+
+    def _tell_devices(self) -> None:
+        """Make what has changed of the devices known to everyone."""
+        devices = self._engines.devices
+        if devices != self._state.devices:
+            self._state.devices = devices
+            self._tell_frontends(Devices(devices))
+            self._metrics.show(devices)
+
+    def _on_frontend(self, child: Child, message: messages.Message) -> None:
+        child.ready = True  # FrontendReady is the first thing that it says, FrontendAlive all else
 
     def _enter(self, phase: Phase, detail: str = "") -> None:
         """Make a phase, or progress in it, known to everyone."""
         state, before = self._state, self._state.phase
+        if (phase, detail) == (before, state.detail):
+            return
         state.phase, state.detail = phase, detail
         if phase is not before:
             now = time.monotonic()
@@ -304,18 +355,33 @@ class Supervisor:
 
     # --- deaths
 
-    def _on_engine_death(self) -> None:
-        self._engine_ended = True
-        self._engine.process.join()
-        code = self._engine.process.exitcode
-        if self._state.phase in (Phase.LOADING, Phase.CAPTURING):
-            self._fail(
-                f"the engine ended with {code} while {self._state.phase}, its own log says why", 2 if code == 2 else 1
-            )
-        log.error("engine died", extra={"exit_code": code})
+    def _on_engine_death(self, engine: Engine) -> None:
+        engine.child.process.join()
+        assert engine.child.process.pid is not None
+        self._metrics.forget(engine.child.process.pid)
+        if self._scheduler_ended:
+            self._engines.forget(engine)
+            return
+        try:
+            self._engines.end(engine)
+        except TooFewEngines as error:
+            if not self._engines.has_started:
+                self._fail(str(error), 2 if error.code == 2 else 1)
+            self._end_at_once(3)
+        self._tell_devices()
+
+    def _on_scheduler_death(self) -> None:
+        self._scheduler.process.join()
+        log.error("scheduler died", extra={"exit_code": self._scheduler.process.exitcode})
+        self._end_at_once(1)
+
+    def _end_at_once(self, code: int) -> NoReturn:
+        """End, with a moment for front-ends to answer their callers: the scheduler's end fails every call."""
+        self._scheduler_ended = True
+        self._scheduler.kill()
         self._enter(Phase.FAILED)
         self._stop_frontends(FAREWELL_S)
-        raise _End(3)
+        raise _End(code)
 
     def _on_frontend_death(self, index: int) -> None:
         child = self._frontends.pop(index)
@@ -333,15 +399,16 @@ class Supervisor:
             self._fail(f"{CRASHES} front-ends died within {CRASH_WINDOW_S:g} s, their own logs say why", 1)
         self._spawn_frontend()
 
-    def _end_silent_frontends(self, began: float) -> None:
-        """Kill those that have been silent for too long, unless this process itself did not run since `began`."""
+    def _end_silent(self, began: float) -> None:
+        """Kill children that have been silent for too long, unless this process itself did not run since `began`."""
         now = time.monotonic()
-        for child in self._frontends.values():
-            if now - began > FRONTEND_SILENCE_S / 2:
+        limits = [(child, FRONTEND_SILENCE_S) for child in self._frontends.values()]
+        limits += [(engine.child, SILENCE_S) for engine in self._engines]
+        for child, limit in limits:
+            if now - began > limit / 2:
                 child.heard_at = now
-            limit = FRONTEND_SILENCE_S if child.ready else self._config.startup_timeout
-            if now - child.heard_at > limit:
-                log.error("front-end is silent", extra={"child": child.name, "seconds": round(now - child.heard_at, 1)})
+            if now - child.heard_at > (limit if child.ready else self._config.startup_timeout):
+                log.error("child is silent", extra={"child": child.name, "seconds": round(now - child.heard_at, 1)})
                 child.kill()
 
     def _fail(self, reason: str, code: int) -> NoReturn:
@@ -357,7 +424,7 @@ class Supervisor:
         while (left := until - time.monotonic()) > 0:
             self._step(left)
         self._stop_frontends(self._config.grace)
-        self._stop_engine()
+        self._stop_engines()
         log.info("stopped", extra={"seconds": round(time.monotonic() - self._phase_since, 1)})
 
     def _stop_frontends(self, grace: float) -> None:
@@ -370,13 +437,17 @@ class Supervisor:
         for child in self._frontends.values():
             log.warning("front-end did not end in time, its calls are lost", extra={"child": child.name})
 
-    def _stop_engine(self) -> None:
-        self._engine_ended = True  # from here on its end is no failure
-        self._engine.send(Stop(0.0))
-        if not self._engine.wait(EXIT_S):
-            log.warning("engine did not end in time")
+    def _stop_engines(self) -> None:
+        """The scheduler ends when told to, each engine when the scheduler is gone."""
+        self._scheduler_ended = True  # from here on its end is no failure, nor is theirs
+        self._scheduler.send(Stop(0.0))
+        for child in (self._scheduler, *(engine.child for engine in self._engines if engine.child.ready)):
+            if not child.wait(EXIT_S):
+                log.warning("child did not end in time", extra={"child": child.name})
 
     def _end_children(self) -> None:
-        for child in (*self._frontends.values(), self._engine):
+        for child in (*self._frontends.values(), self._scheduler):
             child.kill()
             child.close()
+        for engine in self._engines:
+            self._engines.forget(engine)

@@ -1,20 +1,24 @@
 """What passes between the processes: small plain messages, one a datagram.
 
-Front-ends and engine talk over one pair of connected sockets each, supervisor and children over another. The sockets
-are of type SOCK_SEQPACKET: a message is sent and received whole, and a dead peer reads as an empty message. Nothing but
-these structs crosses; pixels and rows lie in the slots they name (`slots.py`).
+Front-ends and scheduler talk over one pair of connected sockets each, scheduler and engines likewise, supervisor and
+children over others. The sockets are of type SOCK_SEQPACKET: a message is sent and received whole, a dead peer reads as
+an empty message. Nothing but these structs crosses; pixels and rows lie in the slots they name (`slots.py`).
 
-The life of an item between a front-end and the engine, told by its (call, index):
+The life of an item between a front-end and the scheduler, told by its (call, index):
 
-    Reserve -> Granted -> [front-end writes pixels] -> Submit -> [engine runs it] -> Rows ... -> Release
+    Reserve -> Granted -> [front-end writes pixels] -> Submit -> [an engine runs it] -> Rows ... -> Release
 
 Callers of equal items share one slot. The first is granted ENCODE and does as above; the others are granted WAIT and
 hear the same Rows, or TakeOver when the first is gone before its Submit: then the next one writes the pixels. Rows that
 are stored already are reported behind the grant. An item without media of its own, named by its key, hears Found.
 
 A front-end sends Release exactly once for every item it was granted, at whatever point it is done with it: the decode
-failed, the caller is gone, the rows are sent. From then on it touches the slot no more. The engine frees the slot, or
-moves its rows to the store, once nobody holds it and the device no longer uses it.
+failed, the caller is gone, the rows are sent. From then on it touches the slot no more. The scheduler frees the slot,
+or moves its rows to the store, once nobody holds it and no device uses it any more.
+
+The life of a part of it between scheduler and engine, told by its number:
+
+    Land -> Run -> [the device computes] -> Computed -> Done, or PartFailed at any time
 """
 
 from __future__ import annotations
@@ -24,12 +28,12 @@ import socket
 
 import msgspec
 
-from .types import Dispatched, ItemPlan, Layout, Phase
+from .types import Capacity, Dispatched, ItemPlan, Layout, Phase
 
 MAX_MESSAGE_BYTES = 320 << 10
 """Upper bound of one encoded message; a Reserve of a call with the most items stays below it."""
 
-# --- front-end to engine
+# --- front-end to scheduler
 
 
 class ItemRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -62,12 +66,13 @@ class Reserve(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The pixels of an item are in its slot; the slot is the engine's until it answers."""
+    """The pixels of an item are in its slot; the slot is the scheduler's until it answers."""
 
     call: int
     index: int
     plan: ItemPlan
     dtype: str  # of the rows: "bfloat16", "float16" or "float32"
+    parts: list[ItemPlan] = []  # of an item that no graph holds, in order; empty: it is run as it is
 
 
 class Release(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -85,7 +90,7 @@ class EndLeases(msgspec.Struct, frozen=True, tag=True, array_like=True):
     names: list[bytes]
 
 
-# --- engine to front-end
+# --- scheduler to front-end
 
 
 class Slot(msgspec.Struct, frozen=True, array_like=True):
@@ -174,17 +179,81 @@ class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     retry_after: float | None = None
 
 
+# --- scheduler to engine
+
+
+class Work(msgspec.Struct, frozen=True, array_like=True):
+    """A part of an item; almost always the whole item."""
+
+    number: int  # its name between the two
+    plan: ItemPlan
+    pixels: int  # where its pixels begin in the arena
+    rows: int  # where the rows of its item begin in the arena
+    first_row: int  # of these, its own
+    dtype: str
+
+
+class Land(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Copy the pixels of a part to the device, for the batch that will be the next to run."""
+
+    part: Work
+
+
+class Run(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Run these, of all that have landed since the last Run; what is not named is not wanted any more."""
+
+    numbers: list[int]
+
+
+# --- engine to scheduler
+
+
+class Computed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The device could take another batch: what was to run has been computed, or has failed. One for each Run."""
+
+
+class PartDone(msgspec.Struct, frozen=True, array_like=True):
+    """The rows of a part are in its slot."""
+
+    number: int
+    dispatches: list[Dispatched]
+
+
+class Done(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Parts that ran together."""
+
+    parts: list[PartDone]
+    taken_at: float  # time.monotonic() of the launch
+    execute_s: float
+    copy_s: float
+
+
+class PartFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A part has no rows. `reason` is a row of the table in `errors.py`."""
+
+    number: int
+    reason: str
+    message: str
+    retry_after: float | None = None
+
+
+class EngineWorks(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Whether the device computes: to the scheduler when that changes, to the supervisor every second."""
+
+    works: bool
+
+
 # --- supervisor to children
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """To the engine, with a file descriptor beside it: the socket of a new front-end."""
+    """To the scheduler, with a file descriptor beside it: the socket of a new front-end."""
 
     frontend: int
 
 
 class PhaseChange(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """From the engine while it starts; to front-ends, which answer callers by it."""
+    """From an engine while it starts; to front-ends, which answer callers by it."""
 
     phase: Phase
     detail: str = ""
@@ -207,7 +276,7 @@ class FrontendAlive(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Its loop runs and its worker threads live: about once a second from FrontendReady on."""
 
 
-# --- engine to supervisor to front-ends
+# --- engine and scheduler to supervisor to front-ends
 
 
 class PathState(msgspec.Struct, frozen=True, array_like=True):
@@ -218,6 +287,8 @@ class PathState(msgspec.Struct, frozen=True, array_like=True):
     graphs: int
     graph_memory_bytes: int
     capture_s: float
+    rows_per_unit: int = 1
+    capacities: list[Capacity] = []  # that bound a batch, ascending: the captured ones, or those planned without graphs
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -235,23 +306,51 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True, array_like=True):
     modalities: tuple[str, ...] = ()  # of the model
 
 
+class Device(msgspec.Struct, frozen=True, array_like=True):
+    """An engine as the server's callers see it."""
+
+    index: int
+    name: str  # "cpu" or the name of the GPU; empty until it is ready for the first time
+    phase: Phase
+    restarts: int = 0
+
+
+class Devices(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """All engines of the server, whenever one changes."""
+
+    devices: list[Device]
+
+
+class AttachEngine(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """To the scheduler, with a file descriptor beside it: the socket of an engine that can take work."""
+
+    device: int
+    ready: EngineReady
+
+
+class EngineEnded(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """To the scheduler: an attached engine's process has ended, and nothing of it can write into a slot any more."""
+
+    device: int
+
+
 class Occupancy(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Work inside the server, from the engine about once a second; also its heartbeat. `device_tokens` are those of
-    `tokens` whose items the device works at.
+    """Work inside the server, from the scheduler about once a second; also its heartbeat. `device_tokens` are those of
+    `tokens` whose items a device works at.
     """
 
     items: int
     tokens: int
     bytes: int
-    works: bool = True  # whether the device computes
     device_tokens: int = 0
 
 
-ToEngine = Reserve | Submit | Release | EndLeases
+ToScheduler = Reserve | Submit | Release | EndLeases
 OfItem = TakeOver | Found | Rows | Failed
 ToFrontend = Granted | Refused | LeasesEnded | OfItem
-ToChild = Attach | PhaseChange | EngineReady | Occupancy | Stop
-Message = ToEngine | ToFrontend | ToChild | FrontendReady | FrontendAlive
+ToChild = Attach | AttachEngine | EngineEnded | PhaseChange | EngineReady | Occupancy | Devices | Stop
+OfEngine = Computed | Done | PartFailed | EngineWorks
+Message = ToScheduler | ToFrontend | Land | Run | OfEngine | ToChild | FrontendReady | FrontendAlive
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Message).decode

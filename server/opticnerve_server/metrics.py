@@ -108,15 +108,31 @@ EXECUTE_DURATION = Histogram(
     "opticnerve_execute_duration_seconds", "Time of a dispatch on the device.", ["path", "outcome"], buckets=SECONDS
 )
 
-GRAPHS = Gauge("opticnerve_graphs", "Captured graphs.", ["path"], multiprocess_mode="livesum")
+DEVICE_UP = Gauge("opticnerve_device_up", "1 while the engine of a device serves, else 0.", ["device"],
+    multiprocess_mode="livesum",
+)  # fmt: skip
+DEVICE_RESTARTS = Gauge("opticnerve_device_restarts", "How often the engine of a device was started anew.", ["device"],
+    multiprocess_mode="livesum",
+)  # fmt: skip
+DEVICE_BUSY_SECONDS = Counter("opticnerve_device_busy_seconds_total", "Time that batches took on a device.", ["device"])
+DEVICE_IMBALANCE = Gauge(
+    "opticnerve_device_imbalance",
+    "Longest over mean busy time of the devices in the last minute; 1 is perfect.",
+    multiprocess_mode="livemax",
+)
+
+GRAPHS = Gauge("opticnerve_graphs", "Captured graphs, of all devices.", ["path"], multiprocess_mode="livesum")
 GRAPH_MEMORY_BYTES = Gauge(
-    "opticnerve_graph_memory_bytes", "Device memory of captured graphs.", ["path"], multiprocess_mode="livesum"
+    "opticnerve_graph_memory_bytes",
+    "Device memory of captured graphs, of all devices.",
+    ["path"],
+    multiprocess_mode="livesum",
 )
 CAPTURE_DURATION = Gauge(
     "opticnerve_capture_duration_seconds",
-    "Time to capture all graphs of a path.",
+    "Time to capture all graphs of a path, on the slowest device.",
     ["path"],
-    multiprocess_mode="livesum",
+    multiprocess_mode="livemax",
 )
 GPU_HEARTBEAT = Gauge(
     "opticnerve_gpu_heartbeat_timestamp_seconds", "When the device last had nothing to do, or had just done it.",

@@ -1,71 +1,101 @@
-"""The engine's sockets: to the supervisor, and to every front-end that the supervisor hands over."""
+"""The scheduler's sockets: to the supervisor, and to every front-end and engine that the supervisor hands over."""
 
 from __future__ import annotations
 
+import enum
 import logging
 import selectors
 import socket
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from .messages import MAX_MESSAGE_BYTES, Attach, Message, decode, encode
+from .messages import MAX_MESSAGE_BYTES, Attach, AttachEngine, Message, decode, encode
 
 log = logging.getLogger(__name__)
 
 SEND_TIMEOUT_S = 5.0
-"""A front-end that does not take a small message for this long is treated as dead."""
+"""A peer that does not take a small message for this long is treated as dead."""
+
+
+class Kind(enum.Enum):
+    SUPERVISOR = "supervisor"
+    FRONTEND = "front-end"
+    ENGINE = "engine"
+
+
+class Peer(NamedTuple):
+    """Whom a socket leads to: a front-end by its index, an engine by its device."""
+
+    kind: Kind
+    number: int = 0
+
+    @property
+    def named(self) -> dict[str, object]:
+        """For the log."""
+        return {"peer": self.kind.value, "number": self.number}
+
+
+SUPERVISOR = Peer(Kind.SUPERVISOR)
 
 
 class Peers:
-    """The sockets to the supervisor and to every front-end. Sends may come from any thread, reads from the receiver."""
+    """For one thread. Sends block until the peer takes the message."""
 
     def __init__(self, control: socket.socket) -> None:
-        self._control = control
-        self._frontends: dict[int, socket.socket] = {}
+        """`control` leads to the supervisor."""
+        self._sockets = {SUPERVISOR: control}
         self._selector = selectors.DefaultSelector()
-        self._selector.register(control, selectors.EVENT_READ, None)
+        self._selector.register(control, selectors.EVENT_READ, SUPERVISOR)
 
-    def wait(self, timeout: float) -> Sequence[int | None]:
-        """Who has something to read: front-end indices, None for the supervisor."""
+    def wait(self, timeout: float) -> Sequence[Peer]:
+        """Who has something to read."""
         return [key.data for key, _ in self._selector.select(timeout)]
 
-    def read(self, frontend: int | None) -> Message | None:
-        """The next message, None if the peer is gone. A new front-end that the supervisor hands over is attached."""
-        if frontend is not None:
-            try:
-                data = self._frontends[frontend].recv(MAX_MESSAGE_BYTES)
-            except OSError:
-                data = b""
-            return decode(data) if data else None
-        data, fds, _, _ = socket.recv_fds(self._control, MAX_MESSAGE_BYTES, 1)
+    def read(self, peer: Peer) -> Message | None:
+        """The next message, None if the peer is gone. Whom the supervisor hands over is attached."""
+        try:
+            data, fds, _, _ = socket.recv_fds(self._sockets[peer], MAX_MESSAGE_BYTES, 1)
+        except OSError:
+            data, fds = b"", []
         if not data:
             return None
         message = decode(data)
-        if isinstance(message, Attach):
-            peer = socket.socket(fileno=fds[0])
-            peer.settimeout(SEND_TIMEOUT_S)
-            self._frontends[message.frontend] = peer
-            self._selector.register(peer, selectors.EVENT_READ, message.frontend)
+        match message:
+            case Attach(frontend=index):
+                self._attach(Peer(Kind.FRONTEND, index), fds[0])
+            case AttachEngine(device=device):
+                self._attach(Peer(Kind.ENGINE, device), fds[0])
         return message
 
-    def detach(self, frontend: int) -> None:
-        """Forget a front-end that is gone."""
-        peer = self._frontends.pop(frontend)
-        self._selector.unregister(peer)
-        peer.close()
+    def ignore(self, peer: Peer) -> None:
+        """`wait` for nothing of this peer any more; what it has sent can still be read."""
+        if self._sockets[peer] in self._selector.get_map():
+            self._selector.unregister(self._sockets[peer])
 
-    def tell_supervisor(self, message: Message) -> None:
-        self._control.sendall(encode(message))
+    def detach(self, peer: Peer) -> None:
+        """Forget a peer that is gone."""
+        self.ignore(peer)
+        self._sockets.pop(peer).close()
 
-    def tell_frontend(self, frontend: int, message: Message) -> None:
-        """Send; one that is gone or stuck is shut down, its end then reads as gone."""
-        peer = self._frontends.get(frontend)
-        if peer is None:
+    def send(self, peer: Peer, message: Message) -> None:
+        """Send; a peer that is gone or stuck is shut down, its end then reads as gone."""
+        target = self._sockets.get(peer)
+        if target is None:
             return
         try:
-            peer.sendall(encode(message))
+            target.sendall(encode(message))
         except OSError as error:
-            log.warning("front-end takes no messages", extra={"frontend": frontend, "error": str(error)})
+            log.warning(
+                "peer takes no messages",
+                extra={"peer": peer.kind.name.lower(), "index": peer.index, "error": str(error)},
+            )
             try:
-                peer.shutdown(socket.SHUT_RDWR)
+                target.shutdown(socket.SHUT_RDWR)
             except OSError:
-                log.info("front-end was gone already", extra={"frontend": frontend})
+                log.info("peer was gone already", extra=peer.named)
+
+    def _attach(self, peer: Peer, fd: int) -> None:
+        attached = socket.socket(fileno=fd)
+        attached.settimeout(SEND_TIMEOUT_S)
+        self._sockets[peer] = attached
+        self._selector.register(attached, selectors.EVENT_READ, peer)

@@ -19,45 +19,60 @@ from typing import Any
 
 from . import messages, telemetry
 from .config import Config
+from .devices import VISIBLE, show_only
 
 log = logging.getLogger(__name__)
 
-EngineTarget = Callable[[Config, socket.socket, int], None]
-"""Called in the engine with: the configuration, the control socket, the file descriptor of the arena."""
+SchedulerTarget = Callable[[Config, socket.socket], None]
+"""Called in the scheduler with: the configuration, the control socket."""
+
+EngineTarget = Callable[[Config, int, socket.socket, socket.socket, int], None]
+"""Called in an engine with: the configuration, its device, the control socket, the scheduler's socket, the file
+descriptor of the arena."""
 
 FrontendTarget = Callable[[Config, int, socket.socket, socket.socket, int, str, str], None]
-"""Called in a front-end with: the configuration, its index, the control socket, the engine's socket, the file
+"""Called in a front-end with: the configuration, its index, the control socket, the scheduler's socket, the file
 descriptor of the arena, the address to bind, the instance id."""
 
 _PR_SET_PDEATHSIG = 1
 
 
-def run_engine(config: Config, control: socket.socket, arena_fd: int) -> None:
-    """The life of the engine process."""
+def run_scheduler(config: Config, control: socket.socket) -> None:
+    """The life of the scheduler process."""
+    prepare("scheduler")
+    from . import scheduler
+
+    scheduler.main(config, control)
+
+
+def run_engine(config: Config, device: int, control: socket.socket, link: socket.socket, arena_fd: int) -> None:
+    """The life of an engine process."""
+    if config.device != "cpu":
+        show_only(device)  # before anything could look: no context on a device of another engine
     # Threads that wait for each other within an operation sleep. Spinning, their default, they take the cores of the
     # decoders: 0.5 instead of 0.24 s of CPU time a 1080p image, measured on 2 busy cores. Read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    prepare("engine")
+    prepare(f"engine-{device}")
     from . import engine
 
-    engine.main(config, control, arena_fd)
+    engine.main(config, device, control, link, arena_fd)
 
 
 def run_frontend(
     config: Config,
     index: int,
     control: socket.socket,
-    engine: socket.socket,
+    scheduler: socket.socket,
     arena_fd: int,
     address: str,
     instance_id: str,
 ) -> None:
     """The life of a front-end process."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything could look: the GPU belongs to the engine alone
+    os.environ[VISIBLE] = ""  # before anything could look: GPUs belong to the engines alone
     prepare(f"frontend-{index}")
     from . import frontend
 
-    frontend.main(config, index, control, engine, arena_fd, address, instance_id)
+    frontend.main(config, index, control, scheduler, arena_fd, address, instance_id)
 
 
 def prepare(name: str) -> None:
@@ -96,7 +111,7 @@ class Child:
         self.process.start()
         theirs.close()
         self.silent = False  # whether its end of the socket is closed: it sends nothing any more
-        self.ready = False  # whether it has said FrontendReady
+        self.ready = False  # whether it has said that it can work
         self.heard_at = time.monotonic()  # when it was last heard, or born
         self._told_to_stop = False
 

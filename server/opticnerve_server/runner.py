@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from . import metrics
-from .batcher import Batch, Failure, Part
 from .dispatcher import Dispatcher
+from .parts import Batch, Failure, Part
 from .sentinel import Sentinel
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class DeviceBroken(RuntimeError):
 
 
 class Runner:
-    """Between batcher and dispatcher. Everything but `computed` belongs to the device thread."""
+    """Between scheduler and dispatcher. Everything but `computed` belongs to the device thread."""
 
     def __init__(
         self,
@@ -47,13 +47,14 @@ class Runner:
         free: Callable[[], None],
         changed: Callable[[], None],
     ) -> None:
-        """`fail` ends a part that will not run, `free` is told that the device could take another batch, from any
-        thread, and `changed` that `works` is another.
+        """`fail` ends a part that will not run, `free` is told once for each batch that the device could take another,
+        from any thread, and `changed` that `works` is another.
         """
         self._dispatcher = dispatcher
         self._sentinel = sentinel
         self._fail, self._free, self._changed = fail, free, changed
         self._settled = threading.Event()
+        self._isolating = False  # what is computed is only a part of a batch
         self._active_at = time.monotonic()
         self.busy_since = IDLE
         """time.monotonic() of what the device thread has launched and the device has not computed."""
@@ -84,7 +85,9 @@ class Runner:
                 return
             self._ask_sentinel()
         if self.works:
+            self._isolating = True
             self._isolate(batch.parts)
+            self._isolating = False
         else:
             for part in batch.parts:
                 self._fail(part, UNHEALTHY)
@@ -96,7 +99,8 @@ class Runner:
         self._active_at = time.monotonic()
         self.busy_since = IDLE
         metrics.GPU_HEARTBEAT.set(time.time())
-        self._free()
+        if not self._isolating:
+            self._free()
         self._settled.set()  # last: what waits for it may launch, and be computed, before this returns
 
     def idle(self) -> None:

@@ -5,9 +5,12 @@ Import this module only once PROMETHEUS_MULTIPROC_DIR names a directory: see `me
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from prometheus_client import start_http_server
 
 from . import metrics
+from .messages import Device
 from .types import Phase
 
 
@@ -27,6 +30,12 @@ class MetricsServer:
     def started(self, phase: Phase, seconds: float) -> None:
         """Add to the time that the start has spent in a phase."""
         metrics.STARTUP_DURATION.labels(phase).inc(seconds)
+
+    def show(self, devices: Iterable[Device]) -> None:
+        """Show which devices serve, and how often they were started anew."""
+        for device in devices:
+            metrics.DEVICE_UP.labels(str(device.index)).set(device.phase is Phase.READY)
+            metrics.DEVICE_RESTARTS.labels(str(device.index)).set(device.restarts)
 
     def forget(self, pid: int) -> None:
         """Drop the gauges of a process that has ended."""

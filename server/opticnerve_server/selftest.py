@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .budgets import holds
 from .buffers import Packing
-from .graphs import Graph, GraphManager, GraphsFailed, eager_capacity, holds
+from .graphs import Graph, GraphManager, GraphsFailed, eager_capacity
 from .models.base import PIXELS, ImageItem, PlanError, Planner, Tower
 from .types import Capacity, ItemPlan, Load
 

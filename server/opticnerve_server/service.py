@@ -127,6 +127,7 @@ class EncoderService(pb_grpc.EncoderServiceServicer):
             arrived=now,
             deadline=now + time_remaining,
             tenant=TENANT.get(),
+            bounds={path.name: path.capacities for path in engine.paths},
             max_chunk_bytes=request.max_chunk_bytes or MAX_CHUNK_BYTES,
             hold=self._lease(request.delivery),
             store_bytes=self._state.config.store_bytes,

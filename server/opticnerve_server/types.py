@@ -117,6 +117,14 @@ class Load:
             longest=max((plan.longest for plan in used), default=0),
         )
 
+    def plus(self, plan: PathPlan) -> Load:
+        """With one more part."""
+        if not plan.units:
+            return self
+        return Load(
+            self.units + plan.units, self.items + 1, self.segments + plan.segments, max(self.longest, plan.longest)
+        )
+
 
 class Dispatched(msgspec.Struct, frozen=True, array_like=True):
     """How one path ran in the batch of an item, or of a part of one."""
@@ -127,6 +135,7 @@ class Dispatched(msgspec.Struct, frozen=True, array_like=True):
     units: int  # of the item or part
     batch_items: int
     batch_units: int
+    device: int = 0
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):

@@ -20,8 +20,11 @@ GRPC_FILES = {
 GRPC_TYPES = {CLIENT / "client.py"}
 """May name gRPC's types, not configure it."""
 
-SUPERVISOR = ("cli", "settings", "config", "lifecycle", "processes", "health", "info", "scrape", "metrics", "telemetry")
-"""Modules of the supervisor process."""
+SUPERVISOR = (
+    "cli", "settings", "config", "lifecycle", "processes", "engines", "devices", "health", "info", "scrape", "metrics",
+    "telemetry", "scheduler",
+)  # fmt: skip
+"""Modules of the supervisor process, and of the scheduler."""
 
 
 def sources(*roots: Path) -> list[Path]:
@@ -90,7 +93,7 @@ def test_only_the_named_files_configure_grpc() -> None:
         assert not [value for value in constants if isinstance(value, str) and value.startswith("grpc.")], path
 
 
-def test_the_supervisor_loads_no_torch() -> None:
+def test_supervisor_and_scheduler_load_no_torch() -> None:
     modules = ", ".join(f"opticnerve_server.{name}" for name in SUPERVISOR)
     code = (
         f"import {modules}, opticnerve_server.media.decode\n"

@@ -1,9 +1,11 @@
 """A server whose children are fakes: the supervisor, its ports and its processes are real.
 
 Run as a program with the configuration as JSON; tests signal it and its children. The environment variable FAKE_ENGINE
-says how the engine behaves: "serve"; "slow": stays in CAPTURING until the file FAKE_GATE exists; "mute": sends nothing
-while that file exists; "exit:CODE" at once. FAKE_FRONTEND "slow": front-ends are not ready until that file exists;
-"stuck": the first says nothing any more once it does.
+says how engines behave: "serve"; "slow": stay in CAPTURING until the file FAKE_GATE exists; "mute": send nothing while
+that file exists; "exit:CODE" at once; "late": that of device 1 behaves as "slow", "broken": as "exit:1" if it exists;
+"other": it has another fingerprint if it exists. FAKE_SCHEDULER "mute": it says nothing while the file exists.
+FAKE_FRONTEND "slow": front-ends are not ready until that file exists; "stuck": the first says nothing any more once it
+does.
 """
 
 from __future__ import annotations
@@ -15,11 +17,16 @@ import sys
 import time
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from opticnerve_server import lifecycle, messages, telemetry
 from opticnerve_server.config import Config
 from opticnerve_server.messages import (
     Attach,
+    AttachEngine,
+    EngineEnded,
     EngineReady,
+    EngineWorks,
     FrontendAlive,
     FrontendReady,
     Occupancy,
@@ -43,39 +50,63 @@ READY = EngineReady(
 )
 
 
-def fake_engine(config: Config, control: socket.socket, arena_fd: int) -> None:
-    prepare("engine")
-    behaviour = os.environ.get("FAKE_ENGINE", "serve")
-    if behaviour.startswith("exit:"):
-        sys.exit(int(behaviour.removeprefix("exit:")))
-    assert os.fstat(arena_fd).st_size == config.arena_bytes
-    control.send(messages.encode(PhaseChange(Phase.CAPTURING, "0 of 1 graphs")))
-    while behaviour == "slow" and not Path(os.environ["FAKE_GATE"]).exists():
-        time.sleep(0.02)
-    control.send(messages.encode(READY))
+def gate_is_open() -> bool:
+    return Path(os.environ.get("FAKE_GATE", "/nowhere")).exists()
+
+
+def fake_scheduler(config: Config, control: socket.socket) -> None:
+    """Counts front-ends as items and engines as tokens, and greets the former."""
+    prepare("scheduler")
     control.settimeout(0.1)
     peers: list[socket.socket] = []
+    engines: dict[int, socket.socket] = {}
     while True:
         try:
             data, fds, _, _ = socket.recv_fds(control, messages.MAX_MESSAGE_BYTES, 1)
         except TimeoutError:
-            if behaviour == "mute" and Path(os.environ["FAKE_GATE"]).exists():
-                continue
-            control.send(messages.encode(Occupancy(len(peers), 2, 3)))
+            if not (os.environ.get("FAKE_SCHEDULER") == "mute" and gate_is_open()):
+                control.send(messages.encode(Occupancy(len(peers), len(engines), 3)))
             continue
-        message = messages.decode(data) if data else None
-        if message is None or isinstance(message, Stop):
+        match messages.decode(data) if data else None:
+            case None | Stop():
+                return
+            case Attach():
+                peers.append(socket.socket(fileno=fds[0]))
+                peers[-1].send(messages.encode(PhaseChange(Phase.READY, "hello from the scheduler")))
+            case AttachEngine(device=device):
+                engines[device] = socket.socket(fileno=fds[0])
+            case EngineEnded(device=device):
+                assert engines.pop(device).recv(1) == b"", "it is said to have ended and has not"
+
+
+def fake_engine(config: Config, device: int, control: socket.socket, link: socket.socket, arena_fd: int) -> None:
+    prepare(f"engine-{device}")
+    behaviour = os.environ.get("FAKE_ENGINE", "serve")
+    if behaviour.startswith("exit:"):
+        sys.exit(int(behaviour.removeprefix("exit:")))
+    if behaviour == "broken" and device == 1 and gate_is_open():
+        sys.exit(1)
+    assert os.fstat(arena_fd).st_size == config.arena_bytes
+    control.send(messages.encode(PhaseChange(Phase.CAPTURING, "0 of 1 graphs")))
+    while (behaviour == "slow" or (behaviour == "late" and device == 1)) and not gate_is_open():
+        time.sleep(0.02)
+    other = behaviour == "other" and device == 1 and gate_is_open()
+    control.send(messages.encode(replace(READY, fingerprint="other") if other else READY))
+    link.settimeout(0.1)
+    while True:
+        try:
+            assert link.recv(messages.MAX_MESSAGE_BYTES) == b"", "a fake has nothing to do"
             return
-        if isinstance(message, Attach):
-            peers.append(socket.socket(fileno=fds[0]))
-            peers[-1].send(messages.encode(PhaseChange(Phase.READY, "hello from the engine")))
+        except TimeoutError:
+            if not (behaviour == "mute" and gate_is_open()):
+                control.send(messages.encode(EngineWorks(True)))
 
 
 def fake_frontend(
     config: Config,
     index: int,
     control: socket.socket,
-    engine: socket.socket,
+    scheduler: socket.socket,
     arena_fd: int,
     address: str,
     instance_id: str,
@@ -90,8 +121,8 @@ def fake_frontend(
         while os.environ.get("FAKE_FRONTEND") == "slow" and not Path(os.environ["FAKE_GATE"]).exists():
             time.sleep(0.02)
         control.send(messages.encode(FrontendReady()))
-        hello = messages.decode(engine.recv(messages.MAX_MESSAGE_BYTES))
-        print(index, os.getpid(), "from engine", hello, file=told, flush=True)
+        hello = messages.decode(scheduler.recv(messages.MAX_MESSAGE_BYTES))
+        print(index, os.getpid(), "from scheduler", hello, file=told, flush=True)
         stuck = os.environ.get("FAKE_FRONTEND") == "stuck" and index == 0
         while data := control.recv(messages.MAX_MESSAGE_BYTES):  # an Occupancy every 0.1 s, if nothing else
             if not (stuck and Path(os.environ["FAKE_GATE"]).exists()):
@@ -111,6 +142,7 @@ if __name__ == "__main__":
     supervisor = lifecycle.Supervisor(
         Config(**json.loads(sys.argv[1])),
         {"animation": "first frame"},
+        scheduler_target=fake_scheduler,
         engine_target=fake_engine,
         frontend_target=fake_frontend,
     )

@@ -187,7 +187,7 @@ async def test_callers_of_a_killed_server_are_served_by_another(start: Start) ->
 async def test_children_vanish_with_a_killed_supervisor(start: Start) -> None:
     server = start("--frontends", "2")
     children = server.children()
-    assert len(children) == 3
+    assert len(children) == 4
     async with Callers(server, CALLS) as callers:
         calls = await calls_waiting(server, callers)
         server.process.kill()

@@ -90,13 +90,13 @@ class Server:
         return self.process.wait(WAIT_S)
 
 
-def engine_of(server: Server) -> int:
-    """The child that is neither a front-end nor multiprocessing's tracker."""
+def engines_of(server: Server) -> list[int]:
+    """The children behind the scheduler that are neither front-ends nor multiprocessing's tracker, the oldest first."""
     children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
     frontends = {str(pid) for pid in server.children().values()}
     spawned = [pid for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
-    (engine,) = [int(pid) for pid in spawned if pid not in frontends]
-    return engine
+    others = [int(pid) for pid in spawned if pid not in frontends]
+    return sorted(others, key=lambda pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]))[1:]
 
 
 def has_ended(pid: int) -> bool:
@@ -187,7 +187,7 @@ def test_phases_health_info_and_metrics(start: Callable[..., Server], tmp_path: 
     assert list(info.paths[0].budgets) == [64]
     assert info.decode_contract["animation"] == "first frame"
     assert info.instance_id == server.addresses["instance_id"]
-    eventually(lambda: server.info().occupancy.items == 2)  # both front-ends were handed to the engine
+    eventually(lambda: server.info().occupancy.items == 2)  # both front-ends were handed to the scheduler
     scraped = server.metrics()
     assert 'opticnerve_phase{phase="ready"} 1.0' in scraped
     assert 'opticnerve_phase{phase="capturing"} 0.0' in scraped
@@ -287,9 +287,9 @@ def test_a_signal_while_starting_is_a_clean_stop(start: Callable[..., Server], t
     assert_nothing_left(server)
 
 
-def test_a_silent_engine_is_not_alive_until_it_speaks_again(start: Callable[..., Server], tmp_path: Path) -> None:
+def test_a_silent_scheduler_is_not_alive_until_it_speaks_again(start: Callable[..., Server], tmp_path: Path) -> None:
     gate = tmp_path / "gate"
-    server = start(environment={"FAKE_ENGINE": "mute", "FAKE_GATE": str(gate), "FAKE_SILENCE_S": "0.5"})
+    server = start(environment={"FAKE_SCHEDULER": "mute", "FAKE_GATE": str(gate), "FAKE_SILENCE_S": "0.5"})
     server.ready()
     assert server.health()["liveness"]
     gate.touch()
@@ -297,7 +297,17 @@ def test_a_silent_engine_is_not_alive_until_it_speaks_again(start: Callable[...,
     assert server.health()["readiness"]
     gate.unlink()
     eventually(lambda: server.health()["liveness"])
-    assert server.event("engine is silent")["level"] == "error"
+    assert server.event("scheduler is silent")["level"] == "error"
+
+
+def test_a_silent_engine_is_killed(start: Callable[..., Server], tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    server = start(environment={"FAKE_ENGINE": "mute", "FAKE_GATE": str(gate), "FAKE_SILENCE_S": "0.5"})
+    server.ready()
+    gate.touch()
+    assert server.exit_code() == 3
+    assert server.event("child is silent")["child"] == "engine-0"
+    assert_nothing_left(server)
 
 
 @pytest.mark.parametrize("how", ["stopped", "stuck"])
@@ -311,7 +321,7 @@ def test_a_silent_front_end_is_replaced(start: Callable[..., Server], tmp_path: 
         gate.touch()
     else:
         os.kill(before["0"], signal.SIGSTOP)
-    silent = server.event("front-end is silent")
+    silent = server.event("child is silent")
     assert silent["child"] == "frontend-0"
     assert 2 <= silent["seconds"] < 10
     eventually(lambda: "2" in server.children())
@@ -353,7 +363,7 @@ def test_a_start_that_takes_too_long_ends_with_the_reason(start: Callable[..., S
 def test_a_killed_engine_is_exit_3_after_front_ends_were_told(start: Callable[..., Server]) -> None:
     server = start(environment={"FAKE_WORK_S": "0.3"})
     server.ready()
-    os.kill(engine_of(server), signal.SIGKILL)
+    os.kill(engines_of(server)[0], signal.SIGKILL)
     assert server.exit_code() == 3
     assert server.event("engine died")["exit_code"] == -signal.SIGKILL
     assert server.told.read_text().count("Phase.FAILED") == 2
@@ -372,11 +382,12 @@ def test_a_killed_front_end_is_replaced(start: Callable[..., Server]) -> None:
     def told_to_heir() -> list[str]:
         return [line for line in server.told.read_text().splitlines() if line.startswith("2 ")]
 
-    eventually(lambda: len(told_to_heir()) >= 3)
+    eventually(lambda: len(told_to_heir()) >= 4)
     heir = told_to_heir()
-    assert "hello from the engine" in heir[0]  # it has a socket of its own to the engine
+    assert "hello from the scheduler" in heir[0]  # it has a socket of its own to the scheduler
     assert "Phase.READY" in heir[1]
-    assert "EngineReady" in heir[2]
+    assert "Devices" in heir[2]
+    assert "EngineReady" in heir[3]
     assert server.health()["readiness"]
     server.process.send_signal(signal.SIGTERM)
     assert server.exit_code() == 0
@@ -398,7 +409,7 @@ def test_front_ends_that_keep_dying_end_the_server(start: Callable[..., Server])
 def test_children_die_with_a_killed_supervisor(start: Callable[..., Server]) -> None:
     server = start()
     server.ready()
-    children = [engine_of(server), *server.children().values()]
+    children = [*engines_of(server), *server.children().values()]
     server.process.kill()
     server.process.wait()
     for pid in children:

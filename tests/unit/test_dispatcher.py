@@ -10,10 +10,11 @@ import torch
 
 from fake_tower import FakeTower
 from house import House
-from opticnerve_server.batcher import Batch, Failure, Part
+from opticnerve_server.bench.inprocess import path_states
 from opticnerve_server.dispatcher import Finished
 from opticnerve_server.messages import ItemRequest, Reserve, Submit
 from opticnerve_server.models.base import ImageItem
+from opticnerve_server.parts import Failure, Part
 from opticnerve_server.types import Capacity, Outcome, Reason
 
 
@@ -79,11 +80,11 @@ def test_an_item_over_the_largest_graph_runs_alone_and_eagerly() -> None:
 )
 def test_a_batch_beyond_every_graph_is_exactly_one_eager_forward(capacity: Capacity, reason: Reason) -> None:
     house = House(FakeTower(bands=3), capacities={"main": [capacity], "side": [Capacity(2, 8, 8, 1)]})
-    items = [house.submit(16, 8), house.submit(16, 8)]
-    batch = Batch([Part(item, item.placed) for item in items if house.ledger.to_device(item)])
-    for part in batch.parts:
-        part.landed_at = house.dispatcher.land(part)
-    house.dispatcher.run(batch)
+    for _ in range(2):
+        house.submit(16, 8)
+    boundless = [Capacity(1 << 20, 1 << 20, 1 << 20, 1 << 20)]
+    house.engine.paths = path_states(house.tower.planner, {"main": boundless, "side": boundless})
+    house.dispatcher.run(house.take())
     house.dispatcher.stop()
     house.dispatcher.finish_forever()
     (run,) = house.finished[0].runs
@@ -107,16 +108,13 @@ def test_expired_and_released_items_are_dropped_when_the_batch_is_taken() -> Non
     house.submit(12, 12, deadline=time.monotonic() + 0.05)
     gone = house.submit(8, 12)
     house.submit(8, 16)
-    with house.batcher._changed:
-        joined = house.batcher._join()
-    for part in joined:
-        part.landed_at = house.dispatcher.land(part)
-    assert len(joined) == 4
+    house.fill()
+    assert len(house.engine.open) == 4
     house.ledger.release(0, house.call_of[gone], 0)
     time.sleep(0.06)
     batch = house.take()
-    assert [house.call_of[part.item] for part in batch.parts] == [0, 3]
-    assert sorted(house.call_of[part.item] for part in batch.dropped) == [1, 2]
+    assert house.calls_of(batch) == [0, 3]
+    assert [house.call_of[part.item] for part in house.dropped] == [1, 2]
     house.dispatcher.run(batch)
     house.dispatcher.stop()
     house.dispatcher.finish_forever()
@@ -135,8 +133,8 @@ def test_earlier_calls_go_first_whenever_their_pixels_are_ready() -> None:
         item, _ = house.ledger.submit(0, Submit(call, 0, plan, "float32"))
         assert item is not None
         house.call_of[item] = call
-        house.batcher.put(item)
-    assert [house.call_of[part.item] for part in house.take().parts] == [0]
+        house.put(item)
+    assert house.calls_of(house.take()) == [0]
 
 
 def test_float16_rows_that_overflow_fail_alone() -> None:
@@ -148,13 +146,12 @@ def test_float16_rows_that_overflow_fail_alone() -> None:
     house.submit(4, 512, dtype="float16")  # the side path sums all bytes: far over the range
     house.submit(4, 512)
     house.run_all()
-    failures = {
-        house.call_of[result.part.item]: result.failure for finished in house.finished for result in finished.results
-    }
+    failures = house.failures()
     assert failures[0] is None
     assert failures[1] is None
     assert failures[3] is None
     assert failures[2] is not None
+    assert isinstance(failures[2], Failure)
     assert failures[2][0] == "NON_FINITE_OUTPUT"
     assert "float16" in failures[2][1]
 
@@ -178,10 +175,7 @@ def test_nan_rows_fail_their_item_and_no_later_one() -> None:
         house.submit(8, 8)
         house.submit(12, 8)
     house.run_all()
-    failed = {
-        house.call_of[result.part.item] for finished in house.finished for result in finished.results if result.failure
-    }
-    assert failed == {0, 3, 6}
+    assert {call for call, failure in house.failures().items() if failure} == {0, 3, 6}
     for call in {1, 2, 4, 5, 7, 8}:
         house.check(call)
 
@@ -191,13 +185,12 @@ def test_a_batch_that_lost_all_its_parts_leaves_no_pixels_behind() -> None:
     house = House()
     for _ in range(5):
         big = house.submit(40, 32)  # larger than every graph: it has a landing block of its own
-        with house.batcher._changed:
-            (joined,) = house.batcher._join()
-        joined.landed_at = house.dispatcher.land(joined)
+        house.fill()
         house.ledger.release(0, house.call_of[big], 0)
         batch = house.take()
         assert batch.parts == []
-        assert batch.dropped == [joined]
+        assert [part.item for part in house.dropped] == [big]
+        house.dropped.clear()
         house.ledger.fail(big, "EXPIRED_IN_QUEUE", "")
         house.dispatcher.run(batch)
     calls = [house.call_of[house.submit(32, 32)] for _ in range(2)]
@@ -214,14 +207,15 @@ def test_a_part_that_could_not_land_is_dropped() -> None:
     failure = Failure("GPU_MEMORY", "no memory", 1.0)
 
     def land(part: Part) -> int:
-        if house.call_of[part.item] == 0:
+        if house.call_by_number[part.work.number] == 0:
             part.failure = failure
             return 0
         return house.dispatcher.land(part)
 
-    batch = house.batcher.take(land, lambda: None)
-    assert batch is not None
-    assert [part.failure for part in batch.dropped] == [failure]
+    house.runner.land = land  # type: ignore[method-assign]
+    batch = house.take()
+    assert house.failed == {0: failure}
+    assert house.calls_of(batch) == [1]
     house.dispatcher.run(batch)
     house.dispatcher.stop()
     house.dispatcher.finish_forever()
@@ -262,7 +256,9 @@ def test_a_discarded_batch_leaves_the_next_one_unharmed() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         house.dispatcher.run(house.take())
     house.dispatcher.discard()
-    house.batcher.device_free()
+    house.engine.take()
+    house.engine.running.clear()
+    house.free()
     house.submit(12, 12)
     house.run_all()
     house.check(1)

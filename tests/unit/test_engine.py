@@ -12,7 +12,7 @@ import pytest
 from opticnerve_server import messages
 from opticnerve_server.config import Config
 from opticnerve_server.engine import STUCK_S, Engine
-from opticnerve_server.messages import Occupancy
+from opticnerve_server.messages import EngineWorks
 from opticnerve_server.runner import IDLE, Runner
 from opticnerve_server.slots import Arena
 
@@ -24,7 +24,7 @@ def pair() -> Iterator[tuple[Engine, socket.socket]]:
     ours.settimeout(0.2)
     config = Config(model="none", max_queue_bytes=1 << 20, max_request_bytes=1 << 20, store_bytes=0)
     arena_fd = Arena.create(config.arena_bytes)
-    yield Engine(config, theirs, arena_fd), ours
+    yield Engine(config, 0, theirs, theirs, arena_fd), ours
     os.close(arena_fd)
     ours.close()
     theirs.close()
@@ -37,22 +37,19 @@ def running(busy_since: float, works: bool = True) -> Runner:
 
 def test_an_idle_engine_and_one_at_work_are_alive(pair: tuple[Engine, socket.socket]) -> None:
     engine, supervisor = pair
-    for runner in (None, running(IDLE), running(time.monotonic() - STUCK_S / 2)):
-        engine.runner = runner
-        engine._report()
-        assert messages.decode(supervisor.recv(1024)) == Occupancy(0, 0, 0)
+    for runner in (running(IDLE), running(time.monotonic() - STUCK_S / 2)):
+        engine._beat(runner)
+        assert messages.decode(supervisor.recv(1024)) == EngineWorks(True)
 
 
 def test_an_engine_whose_batch_does_not_end_is_silent(pair: tuple[Engine, socket.socket]) -> None:
     engine, supervisor = pair
-    engine.runner = running(time.monotonic() - STUCK_S - 1)
-    engine._report()
+    engine._beat(running(time.monotonic() - STUCK_S - 1))
     with pytest.raises(TimeoutError):
         supervisor.recv(1024)
 
 
 def test_the_sign_of_life_says_whether_the_device_works(pair: tuple[Engine, socket.socket]) -> None:
     engine, supervisor = pair
-    engine.runner = running(IDLE, works=False)
-    engine._report()
-    assert messages.decode(supervisor.recv(1024)) == Occupancy(0, 0, 0, works=False)
+    engine._beat(running(IDLE, works=False))
+    assert messages.decode(supervisor.recv(1024)) == EngineWorks(False)

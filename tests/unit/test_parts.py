@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from opticnerve_server.bench.inprocess import InProcessEngine
-from opticnerve_server.graphs import GraphManager, holds, plan_capacities
+from opticnerve_server.budgets import holds
+from opticnerve_server.graphs import GraphManager, plan_capacities
 from opticnerve_server.models.base import VideoItem
 from opticnerve_server.models.checkpoint import write_checkpoint
 from opticnerve_server.models.grid import GridPlanner

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 import weakref
 from collections.abc import Mapping
@@ -187,18 +186,16 @@ def test_the_sentinel_knows_its_rows(wrong: float) -> None:
         sentinel.run()
 
 
-def test_work_may_arrive_while_the_device_thread_looks_after_an_idle_device(house: House) -> None:
-    """The sentinel can take its time, and must not hold up who brings work."""
-
-    def idle() -> None:
-        other = threading.Thread(target=lambda: house.submit(*SMALL))
-        other.start()
-        other.join(10)
-        assert not other.is_alive()
-
-    batch = house.batcher.take(house.runner.land, idle)
-    assert batch is not None
-    assert len(batch.parts) == 1
+def test_a_batch_that_is_split_frees_the_device_once(house: House) -> None:
+    """Otherwise the next one would be launched among its halves, into the same landing blocks."""
+    freed: list[None] = []
+    house.runner._free = lambda: (freed.append(None), house.free())[1]
+    for _ in range(4):
+        house.submit(*LARGE)
+    house.tower.most = 64
+    house.run_all()
+    assert len(house.finished) == 4
+    assert len(freed) == 1
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -6,6 +6,7 @@ when its rows are in the slots, where front-ends would find them.
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,13 +17,23 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..batcher import Batcher
+from ..batcher import Batcher, Engine
+from ..budgets import held_alone
 from ..dispatcher import DTYPES, Dispatcher, Finished
 from ..graphs import GraphManager
 from ..ledger import Item, Ledger, Progress
-from ..messages import Granted, ItemRequest, Reserve, Submit
-from ..models.base import Tower
+from ..messages import Done, Granted, ItemRequest, Land, PartDone, PathState, Reserve, Run, Submit
+from ..models.base import Planner, Tower
+from ..parts import Failure, Intake, Part
 from ..types import ROW_BYTES, Capacity, ItemPlan
+
+
+def path_states(planner: Planner, capacities: Mapping[str, Sequence[Capacity]]) -> dict[str, PathState]:
+    """What an engine would say of its paths."""
+    return {
+        path: PathState(path, [], 0, 0, 0.0, planner.paths[path].rows_per_unit, list(bounds))
+        for path, bounds in capacities.items()
+    }
 
 
 class InProcessEngine:
@@ -42,7 +53,11 @@ class InProcessEngine:
         self.tower = tower
         self.slots = torch.empty(slot_bytes, dtype=torch.uint8, pin_memory=tower.device.type == "cuda")
         self.ledger = Ledger(max_items=1 << 16, max_tokens=1 << 30, max_bytes=slot_bytes)
-        self.batcher = Batcher(self.ledger, tower.planner, capacities)
+        self._capacities = capacities
+        self._inbox: queue.SimpleQueue[Land | Run | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # of the batcher
+        self.batcher = Batcher(self.ledger)
+        self.batcher.engines[0] = Engine(0, path_states(tower.planner, capacities), self._inbox.put)
         self._on_computed = on_computed
         self.dispatcher = Dispatcher(
             tower,
@@ -68,7 +83,7 @@ class InProcessEngine:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.batcher.stop()
+        self._inbox.put(None)
         for thread in self._threads:
             thread.join()
 
@@ -92,9 +107,10 @@ class InProcessEngine:
         """Run placed items as one call; returns the seconds until all rows are in the slots."""
         self._waiting = sum(item.placed.tokens for item in items)
         started = time.perf_counter()
-        with self.batcher._changed:  # all at once, so that they meet in as few batches as fit
+        with self._lock:
             for item in items:
-                self.batcher.put(item)
+                self.batcher.put(item, self._split(item.placed))
+            self.batcher.schedule()  # all at once, so that they meet in as few batches as fit
         with self._done:
             self._done.wait_for(lambda: not self._waiting or self.error is not None)
         if self.error is not None:
@@ -116,10 +132,14 @@ class InProcessEngine:
             (claim,) = item.claims
             self.ledger.release(*claim.id)
 
+    def _split(self, plan: ItemPlan) -> list[ItemPlan]:
+        return self.tower.planner.split(plan, lambda part: held_alone(part, self._capacities))
+
     def _device_forever(self) -> None:
+        intake = Intake(self.dispatcher.land, self.dispatcher.run, _never)
         try:
-            while (batch := self.batcher.take(self.dispatcher.land, lambda: None)) is not None:
-                self.dispatcher.run(batch)
+            while (message := self._inbox.get()) is not None:
+                intake.handle(message)
         except BaseException as error:
             self.error = error
             with self._done:
@@ -129,13 +149,21 @@ class InProcessEngine:
 
     def _computed(self) -> None:
         self._on_computed()
-        self.batcher.device_free()
+        with self._lock:
+            self.batcher.computed(0)
+            self.batcher.schedule()
 
     def _finished(self, finished: Finished) -> None:
         self.batches.append(finished)
-        for result in finished.results:
-            part = result.part
+        done = [PartDone(result.part.work.number, []) for result in finished.results]
+        with self._lock:
+            parts = self.batcher.done(0, Done(done, finished.taken_at, finished.execute_s, finished.copy_s))
+        for part in parts:
             self.ledger.from_device(part.item, Progress(part.first_row, part.plan.tokens, []))
         with self._done:
-            self._waiting -= sum(result.part.plan.tokens for result in finished.results)
+            self._waiting -= sum(part.plan.tokens for part in parts)
             self._done.notify_all()
+
+
+def _never(part: Part, failure: Failure) -> None:
+    raise RuntimeError(failure.message)

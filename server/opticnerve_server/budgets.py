@@ -1,0 +1,46 @@
+"""What may run as a replay: the one rule that batcher, dispatcher, and whoever cuts long items share. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from .types import Capacity, ItemPlan, Load, Reason
+
+
+def holds(capacity: Capacity, load: Load) -> bool:
+    """Whether buffers of this capacity can take this load."""
+    return (
+        load.units <= capacity.units
+        and load.items <= capacity.items
+        and load.segments <= capacity.segments
+        and load.longest <= capacity.longest
+    )
+
+
+def fits(capacities: Sequence[Capacity], load: Load) -> Capacity | Reason:
+    """The smallest of ascending `capacities` that holds `load`, else why none does.
+
+    The one rule of what may run as a replay: the batcher fills a batch by it, the dispatcher chooses by it.
+    """
+    for capacity in capacities:
+        if holds(capacity, load):
+            return capacity
+    if not capacities:
+        return Reason.NOT_CAPTURED
+    if load.units > capacities[-1].units:
+        return Reason.TOO_MANY_TOKENS
+    if load.items > max(c.items for c in capacities):
+        return Reason.TOO_MANY_ITEMS
+    if load.longest > max(c.longest for c in capacities if c.units >= load.units):
+        return Reason.SEGMENT_TOO_LONG
+    return Reason.TOO_MANY_SEGMENTS
+
+
+def some_holds(capacities: Sequence[Capacity], load: Load) -> bool:
+    """Whether `fits` finds a capacity; the largest are tried first, which is faster where one does."""
+    return any(holds(capacity, load) for capacity in reversed(capacities))
+
+
+def held_alone(plan: ItemPlan, bounds: Mapping[str, Sequence[Capacity]]) -> bool:
+    """Whether on every path some capacity holds this item, or part of one."""
+    return all(some_holds(bounds[path], Load.of([asked])) for path, asked in plan.paths.items() if asked.units)
