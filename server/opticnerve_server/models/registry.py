@@ -193,6 +193,10 @@ def build_tower(
     placed, device_reason = _choose_device(device)
     chosen, dtype_reason = _choose_dtype(dtype, placed)
     backend, backend_reason = attention.resolve(attention_backend, placed, chosen, config.head_dim)
+    if placed.type == "cuda":
+        import torch
+
+        torch.backends.cudnn.conv.fp32_precision = "ieee"  # TF32 by default, unlike matrix products: off by 1e-4
     tensors = open_tensors(source.directory, cls.prefixes, load_format=load_format, device=placed, dtype=chosen)
     tower: Tower = cls(config, planner, tensors, backend)
     reasons = {"device": device_reason, "dtype": dtype_reason, "attention_backend": backend_reason}
