@@ -144,6 +144,14 @@ class Config:
         "NAME",
         default="auto",
     )
+    kernels: str = setting(
+        choice("auto", "triton", "torch"),
+        _MODEL,
+        "Implementation of what lies between matrix products and attention.",
+        "Triton compiles it into single passes where there is a GPU and a C compiler, torch runs everywhere.",
+        "NAME",
+        default="auto",
+    )
     projector: bool = setting(
         boolean,
         _MODEL,

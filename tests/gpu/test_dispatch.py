@@ -41,7 +41,7 @@ def load(architecture: str, folder: Path, device: str, dtype: str = "bfloat16") 
     source = registry.open_model(str(folder), "safetensors")
     planner = registry.build_planner(source)
     loaded = registry.build_tower(
-        source, planner, load_format="safetensors", device=device, dtype=dtype, attention_backend="auto"
+        source, planner, load_format="safetensors", device=device, dtype=dtype, attention_backend="auto", kernels="auto"
     )
     cap = 128 if device == "cpu" else 5120 if dtype == "bfloat16" else 512
     capacities = plan_capacities(
