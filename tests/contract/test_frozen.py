@@ -22,6 +22,7 @@ SETTINGS = {
     "min_engines": ("--min-engines", "OPTICNERVE_MIN_ENGINES"),
     "dtype": ("--dtype", "OPTICNERVE_DTYPE"),
     "attention_backend": ("--attention-backend", "OPTICNERVE_ATTENTION_BACKEND"),
+    "kernels": ("--kernels", "OPTICNERVE_KERNELS"),
     "projector": ("--projector", "OPTICNERVE_PROJECTOR"),
     "modalities": ("--modalities", "OPTICNERVE_MODALITIES"),
     "alpha_background": ("--alpha-background", "OPTICNERVE_ALPHA_BACKGROUND"),
