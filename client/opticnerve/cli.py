@@ -245,6 +245,9 @@ def _info_rows(info: pb.GetServerInfoResponse) -> list[Sequence[str]]:
     for path in info.paths:
         budgets = ", ".join(map(str, path.budgets)) or "no graphs"
         rows.append((f"path {path.name}", f"{budgets} ({path.graph_memory_bytes / 2**20:.0f} MiB)"))
+    for device in info.devices:
+        phase = pb.Phase.Name(device.phase).removeprefix("PHASE_")
+        rows.append((f"device {device.number}", f"{device.name} {phase}, {device.restarts} restarts"))
     for field, value in info.limits.ListFields():
         rows.append((field.name.replace("_", " "), str(value)))
     occupancy = info.occupancy

@@ -121,6 +121,7 @@ class Dispatch:
     units: int  # of this item
     batch_items: int  # items that shared the dispatch
     batch_units: int  # units of all of them
+    device: int = 0  # its number on the server
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -327,6 +328,7 @@ def _to_dispatch(dispatch: pb.PathDispatch) -> Dispatch:
         units=dispatch.units,
         batch_items=dispatch.batch_items,
         batch_units=dispatch.batch_units,
+        device=dispatch.device,
     )
 
 

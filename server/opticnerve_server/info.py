@@ -100,6 +100,10 @@ def server_info(state: ServerState, phase: Phase) -> pb.GetServerInfoResponse:
         decode_contract=state.decode_contract,
         occupancy=pb.Occupancy(items=now.items, tokens=now.tokens, bytes=now.bytes, device_tokens=now.device_tokens),
     )
+    for device in state.devices:
+        info.devices.add(
+            number=device.number, name=device.name, phase=wire.PHASES[device.phase], restarts=device.restarts
+        )
     if state.ready is not None:
         _describe_engine(info, state.ready)
         info.modalities.extend(name for name in state.ready.modalities if name in config.modalities.split(","))

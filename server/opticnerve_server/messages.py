@@ -309,7 +309,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class Device(msgspec.Struct, frozen=True, array_like=True):
     """An engine as the server's callers see it."""
 
-    index: int
+    number: int
     name: str  # "cpu" or the name of the GPU; empty until it is ready for the first time
     phase: Phase
     restarts: int = 0

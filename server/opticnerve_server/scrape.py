@@ -34,8 +34,8 @@ class MetricsServer:
     def show(self, devices: Iterable[Device]) -> None:
         """Show which devices serve, and how often they were started anew."""
         for device in devices:
-            metrics.DEVICE_UP.labels(str(device.index)).set(device.phase is Phase.READY)
-            metrics.DEVICE_RESTARTS.labels(str(device.index)).set(device.restarts)
+            metrics.DEVICE_UP.labels(str(device.number)).set(device.phase is Phase.READY)
+            metrics.DEVICE_RESTARTS.labels(str(device.number)).set(device.restarts)
 
     def forget(self, pid: int) -> None:
         """Drop the gauges of a process that has ended."""

@@ -90,6 +90,7 @@ def finished_message(
                 units=dispatched.units,
                 batch_items=dispatched.batch_items,
                 batch_units=dispatched.batch_units,
+                device=dispatched.device,
             )
             for dispatched in dispatches
         ],

@@ -937,6 +937,7 @@ class PathDispatch(google.protobuf.message.Message):
     UNITS_FIELD_NUMBER: builtins.int
     BATCH_ITEMS_FIELD_NUMBER: builtins.int
     BATCH_UNITS_FIELD_NUMBER: builtins.int
+    DEVICE_FIELD_NUMBER: builtins.int
     path: builtins.str
     """Name of the path."""
     outcome: global___Outcome.ValueType
@@ -949,6 +950,8 @@ class PathDispatch(google.protobuf.message.Message):
     """Items that shared the dispatch."""
     batch_units: builtins.int
     """Units of all of them."""
+    device: builtins.int
+    """Number of the device, as in GetServerInfoResponse.devices."""
     def __init__(
         self,
         *,
@@ -958,8 +961,9 @@ class PathDispatch(google.protobuf.message.Message):
         units: builtins.int = ...,
         batch_items: builtins.int = ...,
         batch_units: builtins.int = ...,
+        device: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["batch_items", b"batch_items", "batch_units", b"batch_units", "budget", b"budget", "outcome", b"outcome", "path", b"path", "units", b"units"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_items", b"batch_items", "batch_units", b"batch_units", "budget", b"budget", "device", b"device", "outcome", b"outcome", "path", b"path", "units", b"units"]) -> None: ...
 
 global___PathDispatch = PathDispatch
 
@@ -1270,6 +1274,7 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     DECODE_CONTRACT_FIELD_NUMBER: builtins.int
     MODALITIES_FIELD_NUMBER: builtins.int
     OCCUPANCY_FIELD_NUMBER: builtins.int
+    DEVICES_FIELD_NUMBER: builtins.int
     version: builtins.str
     """Version of the server."""
     model: builtins.str
@@ -1287,7 +1292,7 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     attention_backend: builtins.str
     """Name of the attention backend."""
     device: builtins.str
-    """"cpu" or the name of the GPU."""
+    """"cpu" or the name of the first GPU."""
     @property
     def layout(self) -> global___Layout:
         """How rows are laid out; its row count is 0."""
@@ -1316,6 +1321,10 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     def occupancy(self) -> global___Occupancy:
         """Work inside the server now."""
 
+    @property
+    def devices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Device]:
+        """The devices that the server drives."""
+
     def __init__(
         self,
         *,
@@ -1335,11 +1344,42 @@ class GetServerInfoResponse(google.protobuf.message.Message):
         decode_contract: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         modalities: collections.abc.Iterable[builtins.str] | None = ...,
         occupancy: global___Occupancy | None = ...,
+        devices: collections.abc.Iterable[global___Device] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["layout", b"layout", "limits", b"limits", "occupancy", b"occupancy"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "attention_backend", b"attention_backend", "decode_contract", b"decode_contract", "device", b"device", "fingerprint", b"fingerprint", "instance_id", b"instance_id", "layout", b"layout", "limits", b"limits", "modalities", b"modalities", "model", b"model", "occupancy", b"occupancy", "paths", b"paths", "phase", b"phase", "phase_detail", b"phase_detail", "reasons", b"reasons", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "attention_backend", b"attention_backend", "decode_contract", b"decode_contract", "device", b"device", "devices", b"devices", "fingerprint", b"fingerprint", "instance_id", b"instance_id", "layout", b"layout", "limits", b"limits", "modalities", b"modalities", "model", b"model", "occupancy", b"occupancy", "paths", b"paths", "phase", b"phase", "phase_detail", b"phase_detail", "reasons", b"reasons", "version", b"version"]) -> None: ...
 
 global___GetServerInfoResponse = GetServerInfoResponse
+
+@typing.final
+class Device(google.protobuf.message.Message):
+    """Device is one device with the process that drives it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    PHASE_FIELD_NUMBER: builtins.int
+    RESTARTS_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """Its number, as --devices counts."""
+    name: builtins.str
+    """"cpu" or the name of the GPU; empty until it is ready for the first time."""
+    phase: global___Phase.ValueType
+    """What it is doing; the server is READY while one device is. FAILED: it did not start, and is not tried again."""
+    restarts: builtins.int
+    """How often it was started anew after its process had died."""
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        name: builtins.str = ...,
+        phase: global___Phase.ValueType = ...,
+        restarts: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "number", b"number", "phase", b"phase", "restarts", b"restarts"]) -> None: ...
+
+global___Device = Device
 
 @typing.final
 class PathInfo(google.protobuf.message.Message):
