@@ -103,8 +103,11 @@ class Batcher:
     def schedule(self) -> list[QueuedPart]:
         """Let ready parts join open batches, and free devices take theirs; what was dropped: nobody waits for it."""
         self.fill()
-        free = [engine for engine in self.engines.values() if engine.free and engine.open]
-        return [part for engine in free for part in self._start(engine)]
+        taking = [engine for engine in self.engines.values() if engine.free and engine.open]
+        dropped = [part for engine in taking for part in self._start(engine)]
+        if taking:
+            self.fill()  # what had no room lands while these run
+        return dropped
 
     def fill(self) -> None:
         """Let ready parts join open batches while one holds the first of them."""

@@ -141,6 +141,30 @@ def test_a_released_item_never_reaches_the_device() -> None:
     assert_empty(books)
 
 
+def test_a_part_that_comes_back_unrun_may_run_again() -> None:
+    books = ledger()
+    grants(books, reserve(1, 1))
+    item = submitted(books, 1)
+    assert books.to_device(item)
+    books.unrun(item)
+    assert books.occupancy().device_tokens == 0
+    assert books.to_device(item)
+    assert [message for _, message in books.from_device(item, DONE)] == [Rows(1, 0, 0, 10, [], 0.0, 0.0, 0.0)]
+    books.release(0, 1, 0)
+    assert_empty(books)
+
+
+def test_a_part_that_comes_back_unrun_for_nobody_frees_its_slot() -> None:
+    books = ledger()
+    grants(books, reserve(1, 1))
+    item = submitted(books, 1)
+    assert books.to_device(item)
+    books.release(0, 1, 0)
+    books.unrun(item)
+    assert_empty(books)
+    assert not books.to_device(item)
+
+
 def test_a_dead_front_end_loses_its_own_items_only() -> None:
     books = ledger()
     grants(books, reserve(1, 2))
