@@ -122,13 +122,15 @@ class House:
     def fill(self) -> None:
         """Let the open batch fill, and its pixels land."""
         self.batcher.fill()
-        self._obey()
+        while self.inbox.qsize():
+            self._intake.handle(self.inbox.get())
 
     def take(self) -> Batch:
         """The open batch, landed, as the device takes it now."""
         self.free()
-        self._obey()
-        return self.taken.pop(0)
+        while not self.taken:  # what is behind its Run lands when it has run
+            self._intake.handle(self.inbox.get_nowait())
+        return self.taken.pop()
 
     def free(self) -> None:
         """The device could take a batch."""
@@ -152,10 +154,6 @@ class House:
         finisher.join(10)
         assert not finisher.is_alive()
         self._run = self.taken.append
-
-    def _obey(self) -> None:
-        while self.inbox.qsize():
-            self._intake.handle(self.inbox.get())
 
     def _computed(self) -> None:
         """Poison what a computed batch gives back, before the next one may start. A batch without parts had nothing."""
