@@ -370,6 +370,67 @@ def test_a_killed_engine_is_exit_3_after_front_ends_were_told(start: Callable[..
     assert_nothing_left(server)
 
 
+def phases(server: Server) -> list[tuple[int, int]]:
+    """Phase and restarts of each device."""
+    return [(device.phase, device.restarts) for device in server.info().devices]
+
+
+def test_a_killed_engine_is_replaced_while_others_serve(start: Callable[..., Server], tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    server = start(
+        devices="0,1", environment={"FAKE_ENGINE": "late", "FAKE_GATE": str(gate)}, min_engines=1, frontends=1
+    )
+    server.ready()
+    assert phases(server) == [(pb.PHASE_READY, 0), (pb.PHASE_CAPTURING, 0)]
+    gate.touch()
+    eventually(lambda: phases(server) == [(pb.PHASE_READY, 0), (pb.PHASE_READY, 0)])
+    assert [device.name for device in server.info().devices] == ["cpu", "cpu"]
+    eventually(lambda: server.info().occupancy.tokens == 2)  # the scheduler has both
+    first, second = engines_of(server)
+    gate.unlink()
+    os.kill(second, signal.SIGKILL)
+    assert server.event("engine died")["device"] == 1
+    eventually(lambda: server.info().occupancy.tokens == 1)
+    assert server.health()["readiness"]
+    eventually(lambda: phases(server) == [(pb.PHASE_READY, 0), (pb.PHASE_CAPTURING, 1)])
+    scraped = server.metrics()
+    assert 'opticnerve_device_up{device="0"} 1.0' in scraped
+    assert 'opticnerve_device_up{device="1"} 0.0' in scraped
+    gate.touch()
+    eventually(lambda: phases(server) == [(pb.PHASE_READY, 0), (pb.PHASE_READY, 1)])
+    assert 'opticnerve_device_restarts{device="1"} 1.0' in server.metrics()
+    assert server.told.read_text().count("Phase.READY: 'ready'>, restarts=1") == 1, "front-ends hear of it"
+    gate.unlink()
+    os.kill(engines_of(server)[1], signal.SIGKILL)
+    eventually(lambda: server.info().occupancy.tokens == 1)
+    os.kill(first, signal.SIGKILL)  # while the other starts: none is left
+    assert server.exit_code() == 3
+    assert_nothing_left(server)
+
+
+@pytest.mark.parametrize("engine", ["broken", "other"])
+def test_an_engine_that_does_not_come_back_is_left_out(
+    start: Callable[..., Server], tmp_path: Path, engine: str
+) -> None:
+    """It ends while it starts, or comes back with another model."""
+    gate = tmp_path / "gate"
+    server = start(devices="0,1", environment={"FAKE_ENGINE": engine, "FAKE_GATE": str(gate)}, frontends=1)
+    server.ready()
+    gate.touch()
+    os.kill(engines_of(server)[1], signal.SIGKILL)
+    eventually(lambda: phases(server) == [(pb.PHASE_READY, 0), (pb.PHASE_FAILED, 1)])
+    assert server.health() == dict.fromkeys(NAMES, True)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.exit_code() == 0
+    assert_nothing_left(server)
+
+
+def test_more_engines_than_devices_cannot_be_needed(start: Callable[..., Server]) -> None:
+    server = start(devices="0,1", min_engines=3)
+    assert server.exit_code() == 2
+    assert "min_engines = 3 is over the number of devices, 2" in server.event("failed")["reason"]
+
+
 def test_a_killed_front_end_is_replaced(start: Callable[..., Server]) -> None:
     server = start()
     server.ready()
