@@ -130,10 +130,13 @@ class Scheduler:
         while (message := self._peers.read(peer)) is not None:
             self._on_engine(device, message)
         self._peers.detach(peer)
+        engine = self.batcher.engines[device]
+        given = len(engine.running) + len(engine.open)
         failed = self.batcher.lose(device)
         for part in failed:
             self._fail(part, *LOST)
-        log.warning("engine is gone", extra={"device": device, "failed": len(failed)})
+        extra = {"device": device, "retried": given - len(failed), "failed": len(failed)}
+        log.log(logging.WARNING if given else logging.INFO, "engine is gone", extra=extra)
 
     # --- front-ends
 

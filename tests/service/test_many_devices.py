@@ -1,0 +1,120 @@
+"""Eight devices, fakes: calls spread over them, and one that is killed under load costs nobody an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import opticnerve
+from fake_engine import rows_of
+from many_devices import BATCH
+from opticnerve.v1 import encoder_pb2 as pb
+from opticnerve_server.models import registry
+from opticnerve_server.models.base import ImageItem, Planner
+from opticnerve_server.models.checkpoint import write_checkpoint
+from running_server import RunningServer, eventually, running
+
+DEVICES = 8
+CALLERS, CALLS, IMAGES = 12, 12, 6
+PROGRAM = (sys.executable, Path(__file__).parents[1] / "many_devices.py")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    write_checkpoint("qwen3_vl", tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def planner(model: Path) -> Planner:
+    return registry.build_planner(registry.open_model(str(model), "safetensors"))
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "parts"
+
+
+@pytest.fixture
+def server(model: Path, planner: Planner, tmp_path: Path, log: Path) -> Iterator[RunningServer]:
+    fakes = {"FAKE_WIDTH": str(planner.layout.width), "FAKE_SECONDS": "0.02", "FAKE_LOG": str(log)}
+    devices = ",".join(map(str, range(DEVICES)))
+    flags = ("--devices", devices, "--frontends", "1", "--max-queue-bytes", str(256 << 20))
+    with running(model, tmp_path, *flags, program=PROGRAM, **fakes) as server:
+        yield server
+
+
+def picture(seed: int, side: int) -> npt.NDArray[np.uint8]:
+    return np.random.default_rng(seed).integers(0, 256, (side, side, 3), np.uint8)
+
+
+def lines(log: Path) -> int:
+    return log.read_text().count("\n")
+
+
+def expected(planner: Planner, image: npt.NDArray[np.uint8]) -> npt.NDArray[np.generic]:
+    """The rows that a fake device makes of an image."""
+    plan = planner.plan(ImageItem(*image.shape[:2]))
+    pixels = np.empty(plan.pixel_bytes, np.uint8)
+    planner.fill_pixels(image, plan, pixels)
+    return rows_of(pixels, plan.tokens, planner.layout.width, "bfloat16")
+
+
+async def test_one_of_eight_is_killed_under_load(server: RunningServer, planner: Planner, log: Path) -> None:
+    images = [picture(seed, 64 * (1 + seed % 4)) for seed in range(24)]
+    rows = [expected(planner, image).tobytes() for image in images]
+    devices: Counter[int] = Counter()
+    victim = server.children()[1 + 3]
+
+    async def call(client: opticnerve.AsyncClient, first: int) -> None:
+        """In the order of its items, whatever devices they were on."""
+        wanted = [(first + offset) % len(images) for offset in range(IMAGES)]
+        embeddings = [embedding async for embedding in client.encode([images[index] for index in wanted])]
+        assert [embedding.array.tobytes() for embedding in embeddings] == [rows[index] for index in wanted]
+        devices.update(dispatch.device for embedding in embeddings for dispatch in embedding.dispatches)
+
+    async def caller(number: int) -> None:
+        async with opticnerve.AsyncClient(server.address) as client:
+            for turn in range(CALLS):
+                await call(client, 5 * number + turn)
+
+    async with opticnerve.AsyncClient(server.address) as client:
+        large = [embedding async for embedding in client.encode([picture(seed, 512) for seed in range(8)])]
+    assert len({dispatch.device for embedding in large for dispatch in embedding.dispatches}) > 3, "one call spreads"
+    before = lines(log)
+
+    callers = [asyncio.create_task(caller(number)) for number in range(CALLERS)]
+    await asyncio.to_thread(eventually, lambda: lines(log) - before > CALLERS * CALLS * IMAGES / 4)
+    os.kill(victim, signal.SIGKILL)
+    await asyncio.gather(*callers)
+
+    assert devices.keys() == set(range(DEVICES))
+    assert devices.total() == CALLERS * CALLS * IMAGES, "none was lost, and none answered twice"
+    gone = server.wait_for("engine is gone")
+    assert (gone["device"], gone["failed"]) == (3, 0)
+    assert gone["retried"] <= 2 * BATCH.items, "its open batch and the one that ran"
+    answered = lines(log) - before
+    assert CALLERS * CALLS * IMAGES <= answered <= CALLERS * CALLS * IMAGES + BATCH.items
+    async with opticnerve.AsyncClient(server.address) as client:
+        info = await client.info()
+        while {device.phase for device in info.devices} != {pb.PHASE_READY}:
+            await asyncio.sleep(0.05)
+            info = await client.info()
+        assert [device.restarts for device in info.devices] == [0, 0, 0, 1, 0, 0, 0, 0]
+        devices.clear()
+        await asyncio.gather(*(call(client, first) for first in range(16)))
+    assert devices[3], "it is back at work"
+    assert server.total("opticnerve_device_up") == DEVICES
+    assert server.total("opticnerve_device_busy_seconds_total") > 1
+    assert server.total("opticnerve_device_imbalance") >= 1
+    eventually(lambda: server.total("opticnerve_queue_items") == 0)
+    eventually(lambda: server.total("opticnerve_inflight_items") == 0)
