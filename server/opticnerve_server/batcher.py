@@ -83,8 +83,9 @@ class Engine:
 class Batcher:
     """Forms batches for any number of engines. For one thread."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, now: Callable[[], float] = time.monotonic) -> None:
         self._ledger = ledger
+        self._now = now
         self._ready: list[tuple[tuple[float, int], int, int, QueuedPart]] = []
         self._numbers = 0
         self.pace = Pace()
@@ -111,7 +112,7 @@ class Batcher:
 
     def fill(self) -> None:
         """Let ready parts join open batches while one holds the first of them."""
-        now = time.monotonic()
+        now = self._now()
         while self._ready:
             part = self._ready[0][-1]
             engine = choose(self._able(), part.plan, part.cost, self.pace, now)
@@ -162,7 +163,7 @@ class Batcher:
 
     def _start(self, engine: Engine) -> list[QueuedPart]:
         """Let a free device take its open batch; what is left out: it expired, or was released."""
-        now, taken = time.monotonic(), engine.take()
+        now, taken = self._now(), engine.take()
         wanted = {part.number: part for part in taken if self._ledger.is_wanted(part.item, now)}
         engine.running |= wanted
         engine.free, engine.free_at = False, now + self.pace.time(sum(part.cost for part in wanted.values()))
