@@ -117,7 +117,7 @@ class CallItem:
     planned: PlannedItem
     admitted: AdmittedItem
     seconds: dict[str, float]  # by stage
-    plan: ItemPlan | None  # None until the engine says what a digest stands for
+    plan: ItemPlan | None  # None until the scheduler says what a digest stands for
     is_shared: bool  # somebody else encodes it, or has
     rows: asyncio.Queue[Rows | ServiceError] = field(default_factory=asyncio.Queue)  # bounded by the item's parts
     failure: ServiceError | None = None
@@ -261,7 +261,7 @@ class Call:
             item.admitted.release()
 
     async def _write(self, item: CallItem) -> None:
-        """Decode and resize into the slot, and pass it to the engine."""
+        """Decode and resize into the slot, and pass it to the scheduler."""
         started = time.monotonic()
         assert item.plan is not None, "only items with media are written"
         job = self._preprocessor.prepare(

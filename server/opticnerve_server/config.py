@@ -344,7 +344,7 @@ class Config:
         integer(1, MAX_QUEUE_ITEMS),
         _LIMITS,
         "Items inside the server.",
-        "a few seconds of work for one GPU.",
+        "a few seconds of work for one GPU; raise it for more.",
         "N",
         default=1024,
     )

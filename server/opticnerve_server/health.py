@@ -32,8 +32,8 @@ def statuses(
 ) -> dict[str, health_pb2.HealthCheckResponse.ServingStatus]:
     """What each name of the health service answers.
 
-    `started`: the server has been READY once; `alive`: the engine gives signs of life. Readiness, the service and the
-    server as a whole are one answer; liveness fails only where a restart helps.
+    `started`: the server has been READY once; `alive`: the scheduler gives signs of life. Readiness, the service and
+    the server as a whole are one answer; liveness fails only where a restart helps.
     """
     ready = SERVING if phase is Phase.READY else NOT_SERVING
     return {

@@ -41,13 +41,13 @@ class ServerState:
 
     @property
     def shown_phase(self) -> Phase:
-        """The phase as callers of this process see it: the engine may be ready before a young front-end is."""
+        """The phase as callers of this process see it: engines may be ready before a young front-end is."""
         if self.phase is Phase.READY and (self.model is None or self.ready is None):
             return Phase.LOADING
         return self.phase
 
     def require_model(self) -> tuple[Model, EngineReady]:
-        """The model and what the engine made of it; raises ServiceError when new calls are not let in."""
+        """The model and what engines made of it; raises ServiceError when new calls are not let in."""
         if self.phase is Phase.FAILED:
             raise ServiceError("GPU_FAULT", "the device has failed and the server stops: retry on another one")
         if self.phase is Phase.UNHEALTHY:

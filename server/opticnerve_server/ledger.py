@@ -1,4 +1,4 @@
-"""The engine's side of admission: every item inside the server, what it holds, and who may touch its slot.
+"""The scheduler's side of admission: every item inside the server, what it holds, and who may touch its slot.
 
 Being granted slots is admission, so the bounds on items, tokens and bytes hold by construction. An item is held by the
 claims of the callers who wait for it or read it: one, or several where equal items came close together. When the last
@@ -132,7 +132,7 @@ class Item:
 
 
 class Ledger:
-    """Grants and frees slots. Thread-safe: the receiver, the device thread and the finisher call it.
+    """Grants and frees slots. Thread-safe.
 
     What is returned as notices must reach the front-ends in the order of the calls that returned them.
     """

@@ -54,15 +54,21 @@ class Peers:
     def read(self, peer: Peer) -> Message | None:
         """The next message, None if the peer is gone. Whom the supervisor hands over is attached."""
         try:
-            data, fds, _, _ = socket.recv_fds(self._sockets[peer], MAX_MESSAGE_BYTES, 1)
+            if peer.kind is Kind.SUPERVISOR:
+                return self._read_supervisor()
+            data = self._sockets[peer].recv(MAX_MESSAGE_BYTES)
         except OSError:
-            data, fds = b"", []
+            data = b""
+        return decode(data) if data else None
+
+    def _read_supervisor(self) -> Message | None:
+        data, fds, _, _ = socket.recv_fds(self._sockets[SUPERVISOR], MAX_MESSAGE_BYTES, 1)
         if not data:
             return None
         message = decode(data)
         match message:
-            case Attach(frontend=index):
-                self._attach(Peer(Kind.FRONTEND, index), fds[0])
+            case Attach(frontend=number):
+                self._attach(Peer(Kind.FRONTEND, number), fds[0])
             case AttachEngine(device=device):
                 self._attach(Peer(Kind.ENGINE, device), fds[0])
         return message

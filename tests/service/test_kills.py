@@ -140,6 +140,31 @@ async def test_a_killed_engine_ends_every_call_and_the_server(start: Start) -> N
     server.assert_nothing_left()
 
 
+async def test_another_engine_gives_the_same_rows_when_one_is_killed(start: Start) -> None:
+    server = start("--devices", "0,1", "--frontends", "1")
+    victim = server.children()[1]
+    image = np.random.default_rng(0).integers(0, 256, (*LIGHT, 3), np.uint8)
+    rows: dict[tuple[int, int], set[bytes]] = {}
+    async with opticnerve.AsyncClient(server.address) as client:
+
+        async def call() -> None:
+            async for embedding in client.encode([image] * 4):
+                [dispatch] = embedding.dispatches
+                rows.setdefault((dispatch.device, dispatch.batch_units), set()).add(embedding.array.tobytes())
+
+        while {device for device, _ in rows} != {0, 1}:
+            await asyncio.gather(*(call() for _ in range(4)))
+        assert {units for _, units in rows} == {64}, "one budget"
+        assert len(set.union(*rows.values())) == 1, "bit-equal"
+        calls = [asyncio.create_task(call()) for _ in range(CALLS)]
+        await asyncio.to_thread(eventually, lambda: server.total("opticnerve_queue_items") > 0)
+        os.kill(victim, signal.SIGKILL)
+        await asyncio.gather(*calls)
+        assert len(set.union(*rows.values())) == 1
+    assert server.health()["readiness"]
+    assert server.events("engine died")[0]["device"] == 0
+
+
 def test_a_caller_killed_in_mid_stream_leaves_nothing_inside(start: Start) -> None:
     server = start()
     caller = subprocess.Popen([sys.executable, LOAD, "stall", server.address], stdout=subprocess.PIPE, text=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fake_tower import FakeTower
-from opticnerve_server.bench import paths
+from opticnerve_server.bench import balance, paths
 from opticnerve_server.models.base import ImageItem
 from opticnerve_server.models.checkpoint import write_checkpoint
 from opticnerve_server.types import Capacity
@@ -51,3 +51,11 @@ def test_the_command_prints_a_table_from_a_configuration_alone(
     ]
     for *_, replay, eager, ratio in cells[1:]:
         assert float(ratio) == pytest.approx(float(eager) / float(replay), rel=0.05)
+
+
+def test_the_rule_of_the_server_beats_those_that_bind_early() -> None:
+    hosts = {name: balance.simulate(rule, 4, 0.7, 20, 2.0, seed=1) for name, rule in balance.RULES.items()}
+    means = {name: sum(host.latencies) / len(host.latencies) for name, host in hosts.items()}
+    assert means["ours"] < 0.9 * min(means["round robin"], means["by count"])
+    full = balance.simulate(balance.RULES["ours"], 4, None, 4, 2.0, seed=1)
+    assert max(full.busy.values()) < 1.1 * sum(full.busy.values()) / len(full.busy)
