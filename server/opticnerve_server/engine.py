@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 import torch
 
-from . import __version__, metrics
+from . import __version__, metrics, tracing
 from .batcher import Batcher, Failure, Part
 from .config import Config
 from .dispatcher import Dispatcher, Finished
@@ -244,6 +244,7 @@ class Engine:
             with self._telling:
                 self._tell(self.ledger.from_device(part.item, progress))
         self.counts.add(finished)
+        tracing.batch(finished)
         self._batch_tokens.observe(max(run.load.units * self._tokens_per_unit[run.path] for run in finished.runs))
 
     def _fail(self, part: Part, failure: Failure) -> None:
