@@ -3,6 +3,8 @@
 import json
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,6 +62,22 @@ def test_the_sign_of_life_says_whether_the_device_works(pair: tuple[Engine, sock
     engine.runner = running(IDLE, works=False)
     engine._report()
     assert messages.decode(supervisor.recv(1024)) == Occupancy(0, 0, 0, works=False)
+
+
+def test_a_dead_thread_is_a_dead_process() -> None:
+    code = (
+        "import time\n"
+        "from opticnerve_server.engine import _thread\n"
+        "def dies(): raise RuntimeError('broken')\n"
+        "print(time.monotonic(), flush=True)\n"
+        "_thread(dies, 'finisher')\n"
+        "time.sleep(60)"
+    )
+    died = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    seconds = time.monotonic() - float(died.stdout)
+    assert died.returncode == 1
+    assert died.stderr.startswith("thread died")
+    assert seconds < 2.0
 
 
 def test_the_fingerprint_is_of_all_that_rows_depend_on(pair: tuple[Engine, socket.socket], tmp_path: Path) -> None:
