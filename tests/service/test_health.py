@@ -91,6 +91,28 @@ async def test_hurried_probes_amid_work_hurt_nothing() -> None:
         assert await server.check("liveness") == "SERVING"
 
 
+async def test_connections_that_say_nothing_or_nonsense_leave_nothing() -> None:
+    words = (b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", os.urandom(1000))
+    async with serving() as server:
+        assert await server.check() == "SERVING"
+        before = open_files()
+        connections = []
+        for number in range(200):
+            _, writer = await asyncio.open_connection(*server.address.split(":"))
+            writer.write(words[number % len(words)])
+            connections.append(writer)
+        assert await server.check() == "SERVING"
+        assert open_files() > before
+        for writer in connections:
+            writer.close()
+        await until(lambda: open_files() <= before)
+        assert await server.check() == "SERVING"
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
 def memory_mib() -> float:
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields["RssAnon"].split()[0]) / 1024
@@ -109,14 +131,11 @@ def test_a_flood_of_probes_and_connections_leaves_nothing() -> None:
                 for _ in range(10):
                     assert stub.Check(health_pb2.HealthCheckRequest(service="liveness")).status == SERVING
 
-    def files() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
     try:
         flood(60)
-        before, memory = files(), memory_mib()
+        before, memory = open_files(), memory_mib()
         flood(180)
-        eventually(lambda: files() <= before)
+        eventually(lambda: open_files() <= before)
         assert memory_mib() - memory < 4
     finally:
         server.stop()

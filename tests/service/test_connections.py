@@ -1,18 +1,21 @@
-"""Callers that ping: as often as the server's options allow they are left alone, more often they are sent away.
+"""Connections: how often callers may ping, and that those which are old are left without harm.
 
-Spoken in frames of HTTP/2, for a gRPC client would not ping that often.
+Pings are spoken in frames of HTTP/2, for a gRPC client would not ping that often.
 """
 
 from __future__ import annotations
 
 import asyncio
 import struct
+from typing import Any
 
 import pytest
 
-from frontend_harness import serving
+import opticnerve
+from frontend_harness import picture, serving, until
 from opticnerve_server import transport
 from opticnerve_server.config import Config
+from opticnerve_server.service import EncoderService
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS, PING, GOAWAY = 4, 6, 7
@@ -67,3 +70,35 @@ async def test_the_option_is_spelt_as_grpc_reads_it(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(transport, "server_options", shorter)
     async with serving() as server:
         assert await pinging(server.address) == (PINGS, [])
+
+
+async def test_callers_move_on_when_their_connection_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that new servers get traffic: no call fails for it, not even one that outlives its connection's age."""
+    shipped, peers = transport.server_options, []
+
+    def short(config: Config) -> list[tuple[str, int]]:
+        return [*(dict(shipped(config)) | {"grpc.max_connection_age_ms": 200}).items()]
+
+    def seen(service: EncoderService, request: Any, context: Any) -> Any:
+        peers.append(context.peer())
+        return encode(service, request, context)
+
+    encode = EncoderService.Encode
+    monkeypatch.setattr(EncoderService, "Encode", seen)
+    monkeypatch.setattr(transport, "server_options", short)
+    async with serving() as server, opticnerve.AsyncClient(server.address, timeout=20) as client:
+
+        async def call(seed: int) -> int:
+            return len([embedding async for embedding in client.encode([picture(16, 16, seed)])])
+
+        server.engine.hold_rows = True
+        long = asyncio.create_task(call(0))
+        await until(lambda: len(server.engine.held) == 1)
+        await asyncio.sleep(0.5)
+        server.engine.resume()
+        assert await long == 1
+        for seed in range(30):
+            assert await call(seed) == 1
+            await asyncio.sleep(0.03)
+    assert len(peers) == 31, "no call came twice"
+    assert len(set(peers)) >= 3
