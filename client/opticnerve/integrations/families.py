@@ -47,9 +47,8 @@ class Family:
 _MROPE: Any = {"types": ("mm_token_type_ids",), "grids": True}
 _QWEN3_VL = Family(prompts.bare_image, prompts.qwen3_video, deepstack=True, **_MROPE)
 _QWEN3_5 = Family(prompts.bare_image, prompts.qwen3_video, **_MROPE)
-_GLM4V = Family(
-    prompts.bare_image, prompts.glm_video(lambda seconds: f"{int(seconds)}"), frames_are_images=True, **_MROPE
-)
+_GLM4V = Family(prompts.bare_image, prompts.glm4v_video, frames_are_images=True, **_MROPE)
+_GLM46V = Family(prompts.bare_image, prompts.glm46v_video, frames_are_images=True, **_MROPE)
 
 FAMILIES: dict[str, Family] = {
     "qwen2_vl": Family(prompts.bare_image, prompts.bare_video, **_MROPE),
@@ -60,12 +59,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe": _QWEN3_5,
     "glm4v": _GLM4V,
     "glm4v_moe": _GLM4V,
-    "glm46v": Family(
-        prompts.bare_image,
-        prompts.glm_video(lambda seconds: f"{seconds:.1f} seconds"),
-        frames_are_images=True,
-        **_MROPE,
-    ),
+    "glm46v": _GLM46V,
     "ernie4_5_vl_moe": Family(
         prompts.bare_image, prompts.bare_video, types=("mm_token_type_ids", "moe_mm_token_type_ids"), grids=True
     ),

@@ -129,17 +129,21 @@ def qwen3_video(words: Vocabulary, plan: ItemPlan) -> Sequence[Piece]:
     return pieces
 
 
-def glm_video(time: Callable[[float], str]) -> Layout:
-    """Groups as if they were images; `time` writes the seconds behind each."""
+def glm4v_video(words: Vocabulary, plan: ItemPlan) -> Sequence[Piece]:
+    return _glm_video(words, plan, lambda seconds: f"{int(seconds)}")
 
-    def layout(words: Vocabulary, plan: ItemPlan) -> Sequence[Piece]:
-        config, pieces = words.config, list[Piece]()
-        for span in _timed(plan):
-            rows = [config.image_token_id] * span.rows
-            pieces += [config.image_start_token_id, *rows, config.image_end_token_id, time(span.timestamp)]
-        return pieces
 
-    return layout
+def glm46v_video(words: Vocabulary, plan: ItemPlan) -> Sequence[Piece]:
+    return _glm_video(words, plan, lambda seconds: f"{seconds:.1f} seconds")
+
+
+def _glm_video(words: Vocabulary, plan: ItemPlan, written: Callable[[float], str]) -> Sequence[Piece]:
+    """Groups as if they were images, each with its time behind it."""
+    config, pieces = words.config, list[Piece]()
+    for span in _timed(plan):
+        rows = [config.image_token_id] * span.rows
+        pieces += [config.image_start_token_id, *rows, config.image_end_token_id, written(span.timestamp)]
+    return pieces
 
 
 def gemma4_image(words: Vocabulary, plan: ItemPlan) -> Sequence[Piece]:

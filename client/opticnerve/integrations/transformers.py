@@ -205,18 +205,19 @@ def _check_layout(config: Any, number: int, item: Embedding) -> None:
 def _output(family: Family, items: Sequence[Embedding], model: Any) -> Any:
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+    fields: dict[str, Any]
     rows = [item.torch().to(model.device, model.dtype) for item in items]
     if family.tiles:
         import torch
 
         tiles = torch.cat(rows).unflatten(0, (-1, items[0].plan.spans[0].rows))
-        if family.projects:
-            return BaseModelOutputWithPooling(last_hidden_state=tiles)
-        return BaseModelOutputWithPooling(pooler_output=tiles)
+        fields = {"last_hidden_state" if family.projects else "pooler_output": tiles}
+        return BaseModelOutputWithPooling(**fields)
     levels = zip(*(own.split(items[0].hidden, dim=1) for own in rows), strict=True)
     main, *deepstack = (list(level) for level in levels)
+    fields = {"pooler_output": main}
     if not family.deepstack:
-        return BaseModelOutputWithPooling(pooler_output=main)
+        return BaseModelOutputWithPooling(**fields)
     from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
 
-    return BaseModelOutputWithDeepstackFeatures(pooler_output=main, deepstack_features=deepstack)
+    return BaseModelOutputWithDeepstackFeatures(**fields, deepstack_features=deepstack)
