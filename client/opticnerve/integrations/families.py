@@ -52,7 +52,7 @@ _GLM46V = Family(prompts.bare_image, prompts.glm46v_video, frames_are_images=Tru
 
 FAMILIES: dict[str, Family] = {
     "qwen2_vl": Family(prompts.bare_image, prompts.bare_video, **_MROPE),
-    "qwen2_5_vl": Family(prompts.bare_image, prompts.bare_video, seconds=True, **_MROPE),
+    "qwen2_5_vl": Family(prompts.bare_image, prompts.qwen2_5_video, seconds=True, **_MROPE),
     "qwen3_vl": _QWEN3_VL,
     "qwen3_vl_moe": _QWEN3_VL,
     "qwen3_5": _QWEN3_5,

@@ -101,11 +101,14 @@ def _text(pieces: Iterable[Piece], tokenizer: Tokenizer) -> str:
 def _timed(plan: ItemPlan) -> tuple[Span, ...]:
     """The groups of a video. Raises ValueError where nobody knows their times."""
     if not plan.timestamps:
-        raise ValueError(
-            "the prompt has the times of a video, which one that was sent as patches does not bring: expand the prompt "
-            "where its frames were chosen, or send the video"
-        )
+        raise ValueError(UNTIMED)
     return plan.spans
+
+
+UNTIMED = (
+    "the model wants the times of a video, which one that was sent as patches does not bring: lay out the prompt where "
+    "its frames were chosen, or send the video"
+)
 
 
 # --- what stands in for an item: the layouts
@@ -118,6 +121,13 @@ def bare_image(words: Vocabulary, plan: ItemPlan) -> Sequence[Piece]:
 
 def bare_video(words: Vocabulary, plan: ItemPlan) -> Sequence[Piece]:
     return [words.config.video_token_id] * plan.tokens
+
+
+def qwen2_5_video(words: Vocabulary, plan: ItemPlan) -> Sequence[Piece]:
+    """The times are no part of the prompt, but of the positions."""
+    if not plan.second_per_grid_ts:
+        raise ValueError(UNTIMED)
+    return bare_video(words, plan)
 
 
 def qwen3_video(words: Vocabulary, plan: ItemPlan) -> Sequence[Piece]:
