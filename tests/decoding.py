@@ -33,13 +33,16 @@ def reply(plan: types.ItemPlan, rows: torch.Tensor, layout: types.Layout) -> Emb
     )
 
 
-def continuation(model: Any, **inputs: Any) -> tuple[list[int], torch.Tensor]:
+def continuation(
+    model: Any, *, beams: int = 1, chunk: int | None = None, **inputs: Any
+) -> tuple[list[int], torch.Tensor]:
     """The tokens that follow a prompt, and their logits [NEW_TOKENS, vocabulary].
 
     None comes twice: small models with random weights would say one for ever.
     """
     length = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
-    settings = {"do_sample": False, "no_repeat_ngram_size": 1, "pad_token_id": 0, **length}
+    ways = {"do_sample": False, "num_beams": beams, "prefill_chunk_size": chunk}
+    settings = {**length, **ways, "no_repeat_ngram_size": 1, "pad_token_id": 0}
     found = model.generate(**inputs, **settings, output_logits=True, return_dict_in_generate=True)
     return found.sequences[0, inputs["input_ids"].shape[1] :].tolist(), torch.cat(found.logits)
 

@@ -167,6 +167,12 @@ def test_a_video_of_qwen2_5_has_its_seconds() -> None:
     ].shape == (8, 48)
 
 
+def test_images_beside_videos_are_refused_where_transformers_fails_at_them() -> None:
+    glm, media = tiny("glm4v"), [embedding(plan_of(3), levels=0), embedding(plan_of(4, frames=2), levels=0)]
+    with pytest.raises(ValueError, match="glm4v of transformers takes no images and videos at once: use two prompts"):
+        encoder_outputs(glm, {}, media)
+
+
 def test_a_transformers_without_the_argument_is_named(model: Any) -> None:
     old = SimpleNamespace(config=model.config, forward=lambda input_ids: None)
     with pytest.raises(ImportError, match=r"install 5\.18 or newer"):

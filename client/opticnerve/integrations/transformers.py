@@ -65,8 +65,8 @@ def encoder_outputs(model: Any, inputs: Mapping[str, Any], media: Sequence[Embed
     """What `generate` takes as `mm_encoder_outputs`: the outputs of the towers that the model then does without.
 
     `inputs` are the other arguments of `generate`, from `expand_prompt` or from the model's own processor, of one
-    prompt or a padded batch; `media` the items of all its prompts in their order. Nothing of `inputs` is changed.
-    Tensors are copies of the rows on the device of the model, in its dtype.
+    prompt or a padded batch; `media` the items of all its prompts in their order. The tensors are rows on the device
+    of the model, in its dtype. They are for one call of `generate`, which repeats them for its beams in place.
 
     Raises ValueError for what a model takes without a word and then says something else, or fails at: token type ids
     or grids that are missing or those of other items, more or fewer placeholders than rows, rows of another width,
@@ -74,8 +74,11 @@ def encoder_outputs(model: Any, inputs: Mapping[str, Any], media: Sequence[Embed
     is too old.
     """
     config, family = model.config, family_of(model.config)
+    kinds = {_kind(item.plan) for item in media}
     if "mm_encoder_outputs" not in inspect.signature(model.forward).parameters:
         raise ImportError("this transformers has no `mm_encoder_outputs`: install 5.18 or newer")
+    if len(kinds) > 1 and family.frames_are_images and not family.one_output:
+        raise ValueError(f"{config.model_type} of transformers takes no images and videos at once: use two prompts")
     for number, item in enumerate(media):
         _check_layout(config, number, item)
     described = _described(config, inputs["input_ids"].tolist(), [item.plan for item in media])
