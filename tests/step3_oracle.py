@@ -53,12 +53,12 @@ def published(model: Any, heads: int) -> dict[str, torch.Tensor]:
     return stored
 
 
-def write_published(directory: Path, tower: Any, projector: torch.Tensor) -> None:
-    """transformers' tower of VISION and its projector [hidden, 256] as a checkpoint of the authors."""
+def write_published(directory: Path, model: str, tower: Any, projector: torch.Tensor) -> None:
+    """transformers' tower of VISION and its projector [hidden, 256] as a checkpoint of `model`, its class."""
     stored = {**published(tower, VISION["heads"]), "vit_large_projector.weight": projector.contiguous()}
     stored["model.embed_tokens.weight"] = torch.zeros(8, len(projector))
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
-    config = {"architectures": ["StepVLForConditionalGeneration"], "vision_config": VISION}
+    config = {"architectures": [model], "vision_config": VISION}
     config |= {
         "understand_projector_stride": 2,
         "projector_bias": False,

@@ -45,7 +45,8 @@ def write_perception(directory: Path) -> None:
     """The official tower with random weights, as published."""
     model = perception(VISION)
     randomise(model, seed=5)
-    write_published(directory, model, torch.randn(40, 256, generator=torch.Generator().manual_seed(6)) / 16)
+    projector = torch.randn(40, 256, generator=torch.Generator().manual_seed(6)) / 16
+    write_published(directory, "StepVLForConditionalGeneration", model, projector)
 
 
 def write_step3(directory: Path) -> None:

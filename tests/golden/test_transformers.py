@@ -99,7 +99,8 @@ def test_tokens_of_step3p7(tmp_path: Path) -> None:
         hf.Step3p7Config(vision_config=vision, text_config=text, image_token_id=60)
     )
     randomise(model.eval(), seed=3)
-    write_published(tmp_path, model.model.vision_model, model.model.multi_modal_projector.weight.detach())
+    projector = model.model.multi_modal_projector.weight.detach()
+    write_published(tmp_path, type(model).__name__, model.model.vision_model, projector)
     tower, prompts, pixels = load_tower(tmp_path), [], []
     for seed in (1, 2):
         images = [noise(40, 300, 0), noise(300, 200, seed)]

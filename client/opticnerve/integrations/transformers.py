@@ -84,12 +84,10 @@ def encoder_outputs(model: Any, inputs: Mapping[str, Any], media: Sequence[Embed
     described = _described(config, inputs["input_ids"].tolist(), [item.plan for item in media])
     for name, expected in described.items():
         _check_input(name, inputs.get(name), expected)
-    outputs: dict[Kind, Any] = {}
-    for kind in TYPES:
-        items = [item for item in media if family.one_output or _kind(item.plan) == kind]
-        if items and not (family.one_output and kind == "video"):
-            outputs[kind] = _output(family, items, model)
-    return outputs
+    grouped: dict[Kind, list[Embedding]] = {"image": list(media)}
+    if not family.one_output:
+        grouped = {kind: [item for item in media if _kind(item.plan) == kind] for kind in TYPES}
+    return {kind: _output(family, items, model) for kind, items in grouped.items() if items}
 
 
 def _kind(plan: ItemPlan) -> Kind:
