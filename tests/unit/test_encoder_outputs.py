@@ -123,6 +123,18 @@ def test_rows_and_placeholders_must_be_as_many(model: Any) -> None:
             encoder_outputs(model, inputs, media)
 
 
+def test_placeholders_of_one_item_in_two_places_are_refused(model: Any) -> None:
+    inputs = inputs_for(model, MEDIA)
+    with pytest.raises(
+        ValueError, match=r"item 0: its 8 placeholders are in runs of \[3, 5\], its spans have \[8\] rows"
+    ):
+        encoder_outputs(model, inputs, [embedding(plan_of(8))])
+    film = embedding(plan_of(4, frames=2))
+    apart = {"input_ids": torch.tensor([[121] * 4, [121] * 4])}
+    with pytest.raises(ValueError, match="item 0: its 8 placeholders"):
+        encoder_outputs(model, apart, [film])
+
+
 def test_placeholders_of_two_items_that_touch_are_refused(model: Any) -> None:
     """M-RoPE would take them for one item."""
     with pytest.raises(ValueError, match="item 0, image of 3 rows"):

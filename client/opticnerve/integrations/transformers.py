@@ -141,20 +141,33 @@ def _types(config: Any, ids: list[list[int]], plans: Sequence[ItemPlan]) -> list
     runs = _runs(ids, set(tokens.values()))
     types = [[0] * len(line) for line in ids]
     for number, plan in enumerate(plans):
-        kind, missing = _kind(plan), plan.tokens
-        while missing:
-            run = next(runs, None)
-            if run is None or run.token != tokens.get(kind) or run.length > missing:
-                there = f"{run.length} of token {run.token} in a row" if run else "no more"
-                raise ValueError(
-                    f"item {number}, {kind} of {plan.tokens} rows, needs {missing} more placeholders where the prompt "
-                    f"has {there}: expand the prompt by the plans of these very items"
-                )
-            types[run.row][run.start : run.start + run.length] = [TYPES[kind]] * run.length
-            missing -= run.length
-    if (run := next(runs, None)) is not None:
+        for run in _runs_of(number, plan, runs, tokens.get(_kind(plan))):
+            types[run.row][run.start : run.start + run.length] = [TYPES[_kind(plan)]] * run.length
+    for run in runs:
         raise ValueError(f"the prompt has {run.length} more placeholders than the {len(plans)} items have rows")
     return types
+
+
+def _runs_of(number: int, plan: ItemPlan, runs: Iterator[_Run], token: int | None) -> list[_Run]:
+    """The placeholders of an item: all of its rows beside each other, or those of each of its spans."""
+    taken, missing = list[_Run](), plan.tokens
+    while missing:
+        run = next(runs, None)
+        if run is None or run.token != token or run.length > missing:
+            there = f"{run.length} of token {run.token} in a row" if run else "no more"
+            raise ValueError(
+                f"item {number}, {_kind(plan)} of {plan.tokens} rows, needs {missing} more placeholders where the "
+                f"prompt has {there}: expand the prompt by the plans of these very items"
+            )
+        taken.append(run)
+        missing -= run.length
+    lengths, spans = [run.length for run in taken], [span.rows for span in plan.spans]
+    if lengths not in ([plan.tokens], spans) or len({run.row for run in taken}) > 1:
+        raise ValueError(
+            f"item {number}: its {plan.tokens} placeholders are in runs of {lengths}, its spans have {spans} rows: "
+            "expand the prompt by the plans of these very items"
+        )
+    return taken
 
 
 def _with_marks(config: Any, ids: list[list[int]], types: list[list[int]]) -> list[list[int]]:
