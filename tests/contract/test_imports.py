@@ -59,7 +59,8 @@ def loaded_after(code: str) -> set[str]:
 
 
 def test_the_client_loads_neither_torch_nor_pil_nor_the_server() -> None:
-    assert not loaded_after("import opticnerve, opticnerve.cli") & {"torch", "PIL", "opticnerve_server", "transformers"}
+    heavy = {"torch", "PIL", "opticnerve_server", "transformers"}
+    assert not loaded_after("import opticnerve, opticnerve.cli, opticnerve.integrations.transformers") & heavy
 
 
 @pytest.mark.parametrize("path", sources(CLIENT), ids=str)
