@@ -1,4 +1,4 @@
-"""Pickles, written by hand: the few opcodes of protocol 4 that the head of a message needs.
+"""Pickles, written by hand: the few opcodes of protocol 2 that the head of a message needs.
 
 What they mean is told by `pickletools` of the standard library. Nothing here, or elsewhere in this package, loads one:
 loading runs what the sender wrote.
@@ -41,7 +41,7 @@ Value: TypeAlias = "int | float | str | None | Global | Call | Instance | Sequen
 
 def pickled(value: Value) -> bytes:
     """The pickle of a value. Its integers have at most 255 bytes; its texts have no lone surrogates (UnicodeError)."""
-    return b"\x80\x04" + _put(value) + b"."  # PROTO 4, STOP
+    return b"\x80\x02" + _put(value) + b"."  # PROTO 2, STOP
 
 
 def _put(value: Value) -> bytes:

@@ -1,0 +1,93 @@
+"""SGLang's own receiver, run from its wheel: its module is executed as it is, over stand-ins for the rest of SGLang.
+
+What is real: the receiver, the list of what it unpickles, the enum of modalities, its environment, its sockets. The
+wheel is fetched, not installed (`make .sglang/wheel`): SGLang as a whole needs a GPU.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.abc
+import importlib.machinery
+import io
+import pickle
+import sys
+import types
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+WHEELS = Path(__file__).parents[1] / ".sglang"
+
+RECEIVER = "sglang.srt.disaggregation.encoder.receiver"
+REAL = {RECEIVER, "sglang.srt.multimodal.modality", "sglang.srt.environ", "sglang.srt.utils.network"}
+COMMON = "sglang.srt.utils.common"
+UNPICKLER = {"SafeUnpickler", "safe_pickle_loads"}
+"""What is taken of COMMON, which imports half of SGLang."""
+
+NOT_INSTALLED = {"uvicorn", "fastapi", "psutil"}
+
+
+class _StandIn(types.ModuleType):
+    """Has every name: a class of nothing. A package of others like it."""
+
+    __path__: Sequence[str] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+class _Wheel(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def __init__(self, path: Path) -> None:
+        self._files = zipfile.ZipFile(path)
+
+    def _source(self, module: str) -> str:
+        return self._files.read(module.replace(".", "/") + ".py").decode()
+
+    def find_spec(self, name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        ours = name.split(".")[0] in NOT_INSTALLED | {"sglang"}
+        return importlib.machinery.ModuleSpec(name, self, is_package=name not in REAL) if ours else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
+        return None if spec.name in REAL else _StandIn(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        name = module.__name__
+        if name in REAL:
+            exec(compile(self._source(name), name, "exec"), module.__dict__)
+        elif name == COMMON:
+            tree = ast.parse(self._source(name))
+            tree.body = [node for node in tree.body if getattr(node, "name", "") in UNPICKLER]
+            module.__dict__.update(pickle=pickle, io=io)
+            exec(compile(tree, name, "exec"), module.__dict__)
+        elif name == "sglang.srt.managers.schedule_batch":
+            from sglang.srt.multimodal.modality import Modality  # type: ignore[import-not-found]
+
+            module.__dict__["Modality"] = Modality
+        elif name == "sglang.srt.multimodal.cache":
+            module.__dict__["media_preprocess_kwargs"] = lambda item, defaults=None: {}
+        elif name == "psutil":
+            module.__dict__["virtual_memory"] = lambda: types.SimpleNamespace(total=64 << 30, available=32 << 30)
+
+    def close(self) -> None:
+        self._files.close()
+
+
+@contextmanager
+def receiver_of(release: str) -> Iterator[Any]:
+    """The receiver's module of a release, importable until the end as unpickling needs it."""
+    [path] = WHEELS.glob(f"sglang-{release}-*.whl")
+    wheel = _Wheel(path)
+    sys.meta_path.insert(0, wheel)
+    try:
+        yield functools.reduce(getattr, RECEIVER.split(".")[1:], __import__(RECEIVER))
+    finally:
+        sys.meta_path.remove(wheel)
+        for name in [name for name in sys.modules if name.split(".")[0] in NOT_INSTALLED | {"sglang"}]:
+            del sys.modules[name]
+        wheel.close()
