@@ -18,7 +18,12 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import torch
+import zmq
+import zmq.asyncio
 
 WHEELS = Path(__file__).parents[1] / ".sglang"
 
@@ -72,7 +77,7 @@ class _Wheel(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         elif name == "sglang.srt.multimodal.cache":
             module.__dict__["media_preprocess_kwargs"] = lambda item, defaults=None: {}
         elif name == "psutil":
-            module.__dict__["virtual_memory"] = lambda: types.SimpleNamespace(total=64 << 30, available=32 << 30)
+            module.__dict__["virtual_memory"] = lambda: SimpleNamespace(total=64 << 30, available=32 << 30)
 
     def close(self) -> None:
         self._files.close()
@@ -91,3 +96,56 @@ def receiver_of(release: str) -> Iterator[Any]:
         for name in [name for name in sys.modules if name.split(".")[0] in NOT_INSTALLED | {"sglang"}]:
             del sys.modules[name]
         wheel.close()
+
+
+class Processor:
+    """What SGLang's processor of a model is given to lay out a prompt with."""
+
+    prefer_tokenized_input = False
+    embeddings: dict[str, torch.Tensor]  # by modality
+    meta: dict[str, Any]
+
+    def get_validated_mm_data(self, prompt: str, embeddings: dict[Any, torch.Tensor], **meta: Any) -> SimpleNamespace:
+        self.embeddings, self.meta = {modality.name: rows for modality, rows in embeddings.items()}, meta
+        return SimpleNamespace(input_ids=[1, 2, 3])
+
+
+class LanguageServer:
+    """SGLang's side: its receivers, without what they make of a whole server's settings."""
+
+    def __init__(self, receiver: Any) -> None:
+        self.code = receiver
+        self._contexts: list[zmq.Context[Any]] = []
+        self._runner = receiver._ReceiveRegistrationRunner("registration")
+
+    def tokenizer(self, *urls: str, grpc: bool = False) -> Any:
+        """The receiver of its tokenizer, with these encoders."""
+        made = object.__new__(self.code.MMReceiverGrpc if grpc else self.code.MMReceiverHTTP)
+        made.encode_urls, made.host, made.model_type, made.recv_timeout = list(urls), "127.0.0.1", "qwen3_vl", 20.0
+        made.context = zmq.asyncio.Context()
+        self._contexts.append(made.context)
+        return made
+
+    def rank(self, rid: str, assigned: dict[Any, list[int]], urls: list[str], ranks: int = 1) -> Any:
+        """What one of the ranks of its scheduler waits with for a request. It has told nobody yet."""
+        request = SimpleNamespace(rid=rid, num_items_assigned=assigned, input_ids=None, input_text="prompt")
+        context: zmq.Context[Any] = zmq.Context()
+        self._contexts.append(context)
+        return self.code.WaitingZmqRequest(
+            rid,
+            request,
+            Processor(),
+            urls,
+            "qwen3_vl",
+            "127.0.0.1",
+            ranks,
+            zmq_context=context,
+            registration_runner=self._runner,
+        )
+
+    def close(self) -> None:
+        for context in self._contexts:
+            context.destroy(linger=0)
+        self._runner.loop.call_soon_threadsafe(self._runner.loop.stop)
+        self._runner.thread.join()
+        self._runner.loop.close()
