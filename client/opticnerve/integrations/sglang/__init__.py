@@ -9,5 +9,5 @@ the release's own classes (`frame.py`).
 
 What it trusts: SGLang's protocol has no authentication and no encryption, so whoever reaches the front may encode, and
 whoever is between may read. It fetches no URL and opens no file for its callers, loads no pickle, and sends rows only
-to the host that asked for them, or to networks that the operator named (`receivers.py`).
+to the host that asked for them, or to networks that the operator named (`gate.py`).
 """

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from opticnerve.client import AsyncClient
 from opticnerve.errors import OpticnerveError, RequestInvalidError, ResourceExhaustedError, ServerError, UnavailableError
+from opticnerve.integrations.sglang.courier import Courier
 from opticnerve.integrations.sglang.frame import Modality, Part, embedding_frames, error_frames
 from opticnerve.integrations.sglang.media import to_sources
-from opticnerve.integrations.sglang.receivers import Courier, Gate
+from opticnerve.integrations.sglang.gate import Gate
 from opticnerve.integrations.sglang.rendezvous import Receivers, Rendezvous
 
 MAX_PARTS = 64

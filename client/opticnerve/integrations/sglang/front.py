@@ -13,7 +13,7 @@ from aiohttp import web
 from opticnerve.client import AsyncClient
 from opticnerve.integrations.sglang.encoder import Encoder
 from opticnerve.integrations.sglang.http import application
-from opticnerve.integrations.sglang.receivers import Gate, Network
+from opticnerve.integrations.sglang.gate import Gate, Network
 from opticnerve.integrations.sglang.rpc import build_server
 
 FAREWELL_S = 1.0

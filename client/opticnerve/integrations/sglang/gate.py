@@ -1,4 +1,4 @@
-"""Which addresses rows may go to, and how they get there.
+"""Which addresses rows may go to.
 
 SGLang's requests name the host and port that receive the rows. Taken at its word, an encoder would connect to anything
 that it can reach, for anyone. Rows go to the host that asks, which is where SGLang receives, or to networks that the
@@ -13,18 +13,10 @@ import socket
 from collections.abc import Sequence
 from typing import TypeAlias
 
-import zmq
-import zmq.asyncio
-
-from opticnerve.errors import RequestInvalidError, UnavailableError
+from opticnerve.errors import RequestInvalidError
 
 Address: TypeAlias = "ipaddress.IPv4Address | ipaddress.IPv6Address"
 Network: TypeAlias = "ipaddress.IPv4Network | ipaddress.IPv6Network"
-
-SEND_S = 60.0
-"""For a receiver to be connected to and take all rows."""
-
-_POLL_S = 0.002  # between two looks whether ZMQ still needs the rows; it tells only blocked threads
 
 
 def parse_networks(text: str) -> tuple[Network, ...]:
@@ -54,8 +46,8 @@ class Gate:
         address = _plain(found[0][4][0])
         if not self._allows(address, _plain(caller)):
             raise _invalid(
-                f"rows go to the host that asks for them, {caller}, not to {address}: have each rank ask from the address "
-                "that it receives at, or name its network in --sglang-receivers"
+                f"rows go to the host that asks for them, {caller}, not to {address}: let each rank ask from the "
+                "address that it receives at, or name its network in --sglang-receivers"
             )
         return f"tcp://[{address}]:{port}" if address.version == 6 else f"tcp://{address}:{port}"
 
@@ -84,35 +76,3 @@ def _is_here(address: Address) -> bool:
         except OSError:
             return False
     return not address.is_unspecified
-
-
-class Courier:
-    """Pushes messages to receivers. For one event loop."""
-
-    def __init__(self) -> None:
-        self._context = zmq.asyncio.Context()
-
-    async def deliver(self, endpoint: str, frames: Sequence[bytes | memoryview]) -> None:
-        """Returns once all of a message is with the system's sockets. Raises UnavailableError after SEND_S.
-
-        The receiver does not say that it has it: in this direction ZMQ's pattern has no answer.
-        """
-        with self._context.socket(zmq.PUSH) as push:
-            push.setsockopt(zmq.IMMEDIATE, 1)  # a message waits for a connection, not in a queue for one
-            push.setsockopt(zmq.LINGER, 0)
-            push.setsockopt(zmq.IPV6, endpoint.startswith("tcp://["))
-            push.connect(endpoint)
-            try:
-                async with asyncio.timeout(SEND_S):
-                    sent = await push.send_multipart(frames, copy=False, track=True)
-                    while not sent.done:
-                        await asyncio.sleep(_POLL_S)
-            except TimeoutError:
-                raise UnavailableError(
-                    f"the receiver at {endpoint} took no rows within {SEND_S:g} s", code="UNAVAILABLE"
-                ) from None
-            push.setsockopt(zmq.LINGER, round(SEND_S * 1000))  # small frames are copied, and may still be in its queue
-
-    def close(self) -> None:
-        """Ends what is still being sent."""
-        self._context.destroy(linger=0)
