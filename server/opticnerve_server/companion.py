@@ -40,8 +40,9 @@ class Companion:
         self._stopping, self._again = True, float("inf")
         self._child.send(Stop(grace))
 
-    def wait(self, timeout: float) -> None:
-        if not self._child.wait(timeout):
+    def wait(self, until: float) -> None:
+        """For its end, until a moment of time.monotonic()."""
+        if not self._child.wait(max(0.0, until - time.monotonic())):
             _log.warning("companion did not end in time, its calls are lost", extra={"child": self._name})
 
     def close(self) -> None:

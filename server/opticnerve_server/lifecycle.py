@@ -369,11 +369,12 @@ class Supervisor:
         until = time.monotonic() + self._config.drain_delay
         while (left := until - time.monotonic()) > 0:
             self._step(left)
+        until = time.monotonic() + self._config.grace + EXIT_S
         for companion in self._companions:
             companion.stop(self._config.grace)
         self._stop_frontends(self._config.grace)
         for companion in self._companions:
-            companion.wait(EXIT_S)
+            companion.wait(until)
         self._stop_engine()
         log.info("stopped", extra={"seconds": round(time.monotonic() - self._phase_since, 1)})
 

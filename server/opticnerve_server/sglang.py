@@ -1,4 +1,4 @@
-"""The process of the front for SGLang. It is a caller of the service like any other, only that it is started with it."""
+"""The process of the front for SGLang: a caller of the service like any other, only that it is started with it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from opticnerve.integrations.sglang.gate import parse_networks
 from . import messages
 from .config import Config
 from .messages import Stop
+
 
 def main(config: Config, control: socket.socket, addresses: Mapping[str, str]) -> None:
     """Serve until told to stop; `addresses` are the service's and its own, by setting. Exits with 1 if the supervisor

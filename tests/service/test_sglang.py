@@ -43,9 +43,7 @@ async def front(**settings: Any) -> AsyncIterator[tuple[Harness, str, str]]:
     held2, rpc = reserve("127.0.0.1:0")
     with held, held2:
         async with serving() as server:
-            asked = FrontSettings(
-                service=server.address, release=RELEASE, listen=http, grpc_listen=rpc, **settings
-            )
+            asked = FrontSettings(service=server.address, release=RELEASE, listen=http, grpc_listen=rpc, **settings)
             async with Front(asked):
                 yield server, http, rpc
 

@@ -13,7 +13,10 @@ from opticnerve.errors import UnavailableError
 SEND_S = 60.0
 """For a receiver to be connected to and take all rows."""
 
-_POLL_S = 0.002  # between two looks whether ZMQ still needs the rows; it tells only blocked threads
+REPORT_S = 2.0
+"""The same for what went wrong: the answer to the request, which says it too, waits for that."""
+
+_POLL_S = 0.002  # between two looks whether ZMQ still needs the rows
 
 
 class Courier:
@@ -22,8 +25,8 @@ class Courier:
     def __init__(self) -> None:
         self._context = zmq.asyncio.Context()
 
-    async def deliver(self, endpoint: str, frames: Sequence[bytes | memoryview]) -> None:
-        """Returns once all of a message is with the system's sockets. Raises UnavailableError after SEND_S.
+    async def deliver(self, endpoint: str, frames: Sequence[bytes | memoryview], within: float) -> None:
+        """Returns once all of a message is with the system's sockets. Raises UnavailableError after `within` seconds.
 
         The receiver does not say that it has it: in this direction ZMQ's pattern has no answer.
         """
@@ -33,15 +36,16 @@ class Courier:
             push.setsockopt(zmq.IPV6, endpoint.startswith("tcp://["))
             push.connect(endpoint)
             try:
-                async with asyncio.timeout(SEND_S):
+                async with asyncio.timeout(within):
                     sent = await push.send_multipart(frames, copy=False, track=True)
-                    while not sent.done:
+                    assert sent is not None  # asked for
+                    while not sent.done:  # noqa: ASYNC110 - ZMQ wakes none but a thread that is blocked for it
                         await asyncio.sleep(_POLL_S)
             except TimeoutError:
                 raise UnavailableError(
-                    f"the receiver at {endpoint} took no rows within {SEND_S:g} s", code="UNAVAILABLE"
+                    f"the receiver at {endpoint} took nothing within {within:g} s", code="UNAVAILABLE"
                 ) from None
-            push.setsockopt(zmq.LINGER, round(SEND_S * 1000))  # small frames are copied, and may still be in its queue
+            push.setsockopt(zmq.LINGER, round(within * 1000))  # small frames are copied, and may still be in its queue
 
     def close(self) -> None:
         """Ends what is still being sent."""

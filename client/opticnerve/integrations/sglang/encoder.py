@@ -9,11 +9,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from opticnerve.client import AsyncClient
-from opticnerve.errors import OpticnerveError, RequestInvalidError, ResourceExhaustedError, ServerError, UnavailableError
-from opticnerve.integrations.sglang.courier import Courier
+from opticnerve.errors import (
+    OpticnerveError,
+    RequestInvalidError,
+    ResourceExhaustedError,
+    ServerError,
+    UnavailableError,
+)
+from opticnerve.integrations.sglang.courier import REPORT_S, SEND_S, Courier
 from opticnerve.integrations.sglang.frame import Modality, Part, embedding_frames, error_frames
-from opticnerve.integrations.sglang.media import to_sources
 from opticnerve.integrations.sglang.gate import Gate
+from opticnerve.integrations.sglang.media import to_sources
 from opticnerve.integrations.sglang.rendezvous import Receivers, Rendezvous
 
 MAX_PARTS = 64
@@ -88,7 +94,10 @@ class Encoder:
         self.idle.set()
 
     async def tell(self, req_id: str, receiver: str, count: int, caller: str) -> None:
-        """Where one of `count` receivers of a part is, as "host:port". Returns once the part is inside. Raises ServerError."""
+        """Where one of `count` receivers of a part is, as "host:port". Returns once the part is inside.
+
+        Raises ServerError.
+        """
         if count < 1:
             raise _invalid(f"receive_count is {count}, at least one rank receives")
         await self._rendezvous.tell(req_id, await self._gate.endpoint(receiver, caller), count)
@@ -137,15 +146,16 @@ class Encoder:
             raise
         frames = embedding_frames(self._release, part, embeddings)
         async for endpoint in receivers.each():  # one by one: ZMQ sends from one thread, and SGLang needs all ranks
-            await self._courier.deliver(endpoint, frames)
+            await self._courier.deliver(endpoint, frames, SEND_S)
 
     async def _report(self, part: Part, endpoints: Sequence[str], error: OpticnerveError) -> None:
         frames = error_frames(self._release, part, str(error), status_of(error))
-        for endpoint in endpoints:
-            try:
-                await self._courier.deliver(endpoint, frames)
-            except UnavailableError as unreachable:
-                _log.warning("receiver not told", extra={"req_id": part.req_id, "reason": str(unreachable)})
+        reports = [self._courier.deliver(endpoint, frames, REPORT_S) for endpoint in endpoints]
+        for outcome in await asyncio.gather(*reports, return_exceptions=True):
+            if isinstance(outcome, UnavailableError):
+                _log.warning("receiver not told", extra={"req_id": part.req_id, "reason": str(outcome)})
+            elif outcome is not None:
+                raise outcome
 
     @contextmanager
     def _place(self) -> Iterator[None]:

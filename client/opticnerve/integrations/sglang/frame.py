@@ -25,6 +25,10 @@ MODALITY_MODULES: Mapping[str, str] = {
 """By release: where its `Modality` is pickled from. A release joins when the tests have run its own receiver."""
 
 
+_ATTRIBUTES = ("grid_dim", "embedding", "send_time", "dtype", "shape", "error_msg", "error_code")
+"""What is there beside the names of the part, if only as None."""
+
+
 class Modality(enum.IntEnum):
     """SGLang's numbers."""
 
@@ -55,7 +59,7 @@ def embedding_frames(release: str, part: Part, embeddings: Sequence[Embedding]) 
     }
     if part.modality is Modality.VIDEO:
         state |= _times(embeddings)
-    return [_head(release, part, state), memoryview(rows.view(np.uint8)).cast("B")]
+    return [_head(release, part, state), rows.reshape(-1).view(np.uint8).data]
 
 
 def error_frames(release: str, part: Part, message: str, status: int) -> list[bytes | memoryview]:
@@ -72,7 +76,12 @@ def _times(embeddings: Sequence[Embedding]) -> dict[str, Value]:
 
 
 def _head(release: str, part: Part, state: Mapping[str, Value]) -> bytes:
-    modality = Call(Global(MODALITY_MODULES[release], "Modality"), int(part.modality))
-    unset = dict.fromkeys(("grid_dim", "embedding", "send_time", "dtype", "shape", "error_msg", "error_code"))
-    named = {"req_id": part.req_id, "num_parts": part.num_parts, "part_idx": part.part_idx, "modality": modality}
-    return pickled(Instance(DATA, {**unset, **named, **state}))
+    attributes: dict[str, Value] = {
+        **dict.fromkeys(_ATTRIBUTES),
+        "req_id": part.req_id,
+        "num_parts": part.num_parts,
+        "part_idx": part.part_idx,
+        "modality": Call(Global(MODALITY_MODULES[release], "Modality"), int(part.modality)),
+        **state,
+    }
+    return pickled(Instance(DATA, attributes))

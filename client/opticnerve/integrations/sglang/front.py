@@ -12,8 +12,8 @@ from aiohttp import web
 
 from opticnerve.client import AsyncClient
 from opticnerve.integrations.sglang.encoder import Encoder
-from opticnerve.integrations.sglang.http import application
 from opticnerve.integrations.sglang.gate import Gate, Network
+from opticnerve.integrations.sglang.http import application
 from opticnerve.integrations.sglang.rpc import build_server
 
 FAREWELL_S = 1.0

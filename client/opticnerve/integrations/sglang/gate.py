@@ -43,7 +43,7 @@ class Gate:
             found = await loop.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             raise _invalid(f"{receiver} is no receiver: {error}") from error
-        address = _plain(found[0][4][0])
+        address = _plain(str(found[0][4][0]))
         if not self._allows(address, _plain(caller)):
             raise _invalid(
                 f"rows go to the host that asks for them, {caller}, not to {address}: let each rank ask from the "

@@ -21,7 +21,7 @@ _KNOWN = {"url", "content_hash"}
 def to_sources(items: Sequence[object], modality: Modality) -> list[bytes | Video]:
     """What each item is: a data URL or plain Base64, or a mapping with one under "url". Raises RequestInvalidError."""
     files = [_file(item, f"item {index}") for index, item in enumerate(items)]
-    return files if modality is Modality.IMAGE else [Video(file) for file in files]
+    return [file if modality is Modality.IMAGE else Video(file) for file in files]
 
 
 def _file(item: object, name: str) -> bytes:

@@ -36,7 +36,7 @@ class Instance:
     attributes: Mapping[str, Value]
 
 
-Value: TypeAlias = "int | float | str | None | Global | Call | Instance | Sequence[Value] | Mapping[str, Value]"
+Value: TypeAlias = "int | float | str | Global | Call | Instance | Sequence[Value] | Mapping[str, Value] | None"
 
 
 def pickled(value: Value) -> bytes:

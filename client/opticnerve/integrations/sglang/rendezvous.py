@@ -45,7 +45,7 @@ class Receivers:
         while self._count is None or given < self._count:
             try:
                 async with asyncio.timeout_at(until), self._told:
-                    await self._told.wait_for(lambda: len(self.endpoints) > given)  # noqa: B023: awaited here and now
+                    await self._told.wait_for(lambda: len(self.endpoints) > given)  # noqa: B023 - not kept
             except TimeoutError:
                 raise DeadlineExceededError(
                     f"{given} of {self._count or 'all'} receivers told where they are within {PATIENCE_S:g} s",

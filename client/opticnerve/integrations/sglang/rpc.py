@@ -24,7 +24,7 @@ class Servicer(pb_grpc.SglangEncoderServicer):  # type: ignore[misc]
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
 
-    async def Encode(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:  # noqa: N802
+    async def Encode(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         part = EncodeRequest(
             req_id=request.req_id,
             num_parts=request.num_parts,
@@ -41,7 +41,7 @@ class Servicer(pb_grpc.SglangEncoderServicer):  # type: ignore[misc]
             await _abort(context, error)
         return pb.EncodeResponse()
 
-    async def SchedulerReceiveUrl(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:  # noqa: N802
+    async def SchedulerReceiveUrl(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         caller = _address(context.peer())
         try:
             await self._encoder.tell(request.req_id, request.receive_url, request.receive_count, caller)
