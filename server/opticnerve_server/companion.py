@@ -10,7 +10,7 @@ from typing import Any
 from .messages import Stop
 from .processes import Child
 
-PAUSE_S = 5.0
+PAUSE_S = 2.0
 """Between the end of one that died and the start of its heir: one that cannot live takes no more of the machine."""
 
 _log = logging.getLogger(__name__)

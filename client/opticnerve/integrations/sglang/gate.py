@@ -44,17 +44,17 @@ class Gate:
         except (OSError, UnicodeError) as error:
             raise _invalid(f"{receiver} is no receiver: {error}") from error
         address = _plain(str(found[0][4][0]))
-        if not self._allows(address, _plain(caller)):
+        if not self._allows(address, _plain(caller) if caller else None):
             raise _invalid(
-                f"rows go to the host that asks for them, {caller}, not to {address}: let each rank ask from the "
-                "address that it receives at, or name its network in --sglang-receivers"
+                f"rows go to the host that asks for them, {caller or 'unknown'}, not to {address}: let each rank ask "
+                "from the address that it receives at, or name its network in --sglang-receivers"
             )
         return f"tcp://[{address}]:{port}" if address.version == 6 else f"tcp://{address}:{port}"
 
-    def _allows(self, address: Address, caller: Address) -> bool:
+    def _allows(self, address: Address, caller: Address | None) -> bool:
         if any(address in network for network in self._networks):
             return True
-        return address == caller or (caller.is_loopback and _is_here(address))
+        return caller is not None and (address == caller or (caller.is_loopback and _is_here(address)))
 
 
 def _invalid(message: str) -> RequestInvalidError:

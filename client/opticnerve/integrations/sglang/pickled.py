@@ -60,8 +60,8 @@ def _put(value: Value) -> bytes:
             return f"c{module}\n{name}\n".encode()
         case Call(function, argument):
             return _put(function) + _put(argument) + b"\x85R"  # TUPLE1, REDUCE
-        case Instance(type, attributes):
-            return _put(type) + b")\x81" + _put(attributes) + b"b"  # EMPTY_TUPLE, NEWOBJ, state, BUILD
+        case Instance(kind, attributes):
+            return _put(kind) + b")\x81" + _put(attributes) + b"b"  # EMPTY_TUPLE, NEWOBJ, state, BUILD
         case Mapping():
             return b"}(" + b"".join(_put(key) + _put(item) for key, item in value.items()) + b"u"
         case Sequence():
