@@ -45,7 +45,9 @@ async def fronted() -> AsyncIterator[Fronted]:
     (http_port, http), (grpc_port, grpc) = reserve("127.0.0.1:0"), reserve("127.0.0.1:0")
     with http_port, grpc_port:
         async with serving() as server:
-            settings = FrontSettings(service=server.address, release=RELEASE, listen=http, grpc_listen=grpc)
+            settings = FrontSettings(
+                service=server.address, release=RELEASE, listen=http, grpc_listen=grpc, max_request_bytes=256 << 10
+            )
             async with Front(settings) as front:
                 yield Fronted(server, front, f"http://{http}", f"grpc://{grpc}")
 
@@ -183,6 +185,13 @@ async def post(url: str, body: object) -> tuple[int, Any]:
         return answer.status, await answer.json()
 
 
+async def test_a_body_that_the_service_would_not_take_is_not_read(sglang: LanguageServer) -> None:
+    async with fronted() as here:
+        status, answer = await post(f"{here.http}/encode", PART | {"mm_items": ["A" * (512 << 10)]})
+    assert status == 400
+    assert "--max-request-bytes" in answer["message"]
+
+
 async def health(url: str) -> int:
     async with aiohttp.ClientSession() as session, session.get(f"{url}/health") as answer:
         return answer.status
@@ -251,7 +260,7 @@ async def test_parts_inside_are_bounded_and_a_stop_waits_for_them(
         dispatch = dispatched(sglang, here, "r1", data_url(picture(64, 96, 1)))
         await until(lambda: bool(here.server.engine.slots))
         status, answer = await post(f"{here.http}/encode", PART)
-        assert (status, answer["req_id"]) == (429, "r1")
+        assert (status, "1 parts are inside" in answer["message"]) == (429, True)
         assert await health(here.http) == 200
         stopping = asyncio.create_task(here.front.stop(10))
         await asyncio.sleep(0.05)

@@ -11,7 +11,7 @@ import pytest
 
 from opticnerve import Video
 from opticnerve.errors import DeadlineExceededError, RequestInvalidError, ResourceExhaustedError
-from opticnerve.integrations.sglang import rendezvous
+from opticnerve.integrations.sglang import rendezvous, rpc
 from opticnerve.integrations.sglang.frame import MODALITY_MODULES, Modality, Part, error_frames
 from opticnerve.integrations.sglang.gate import Gate, parse_networks
 from opticnerve.integrations.sglang.media import to_sources
@@ -121,6 +121,14 @@ async def test_rows_go_to_the_host_that_asks_and_to_named_networks(
 async def test_other_receivers_are_refused(receiver: str, caller: str, message: str) -> None:
     with pytest.raises(RequestInvalidError, match=message):
         await Gate(parse_networks("10.2.0.0/16")).endpoint(receiver, caller)
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [("ipv4:10.1.2.3:5000", "10.1.2.3"), ("ipv6:%5Bfd00::1%5D:5000", "fd00::1"), ("unix:", ""), ("", "")],
+)
+def test_the_address_of_a_caller_by_grpc(peer: str, address: str) -> None:
+    assert rpc._address(peer) == address
 
 
 async def told(parts: Rendezvous, *endpoints: str, count: int) -> list[str]:

@@ -103,16 +103,20 @@ class Encoder:
         await self._rendezvous.tell(req_id, await self._gate.endpoint(receiver, caller), count)
 
     async def encode(self, request: EncodeRequest) -> None:
-        """Returns once every receiver has been sent the rows. Raises OpticnerveError, which the receivers that are
-        known are sent first.
+        """Returns once every receiver has been sent the rows. Called in a `place`.
+
+        Raises OpticnerveError, which the receivers that are known are sent first.
         """
         part = request.part()
-        with self._place():
+        try:
             if request.ports:
                 await self._run(part, request.items, await self._named(request))
             else:
                 async with self._rendezvous.part(part.req_id) as receivers:
                     await self._run(part, request.items, receivers)
+        except OpticnerveError as error:
+            _log.warning("part failed", extra={"req_id": part.req_id, "reason": str(error)})
+            raise
 
     async def serving(self) -> bool:
         """Whether a part would be encoded now."""
@@ -141,7 +145,6 @@ class Encoder:
             sources = await asyncio.to_thread(to_sources, items, part.modality)
             embeddings = [each async for each in self._client.encode(sources, timeout=ENCODE_S)]
         except OpticnerveError as error:
-            _log.warning("part failed", extra={"req_id": part.req_id, "reason": str(error)})
             await self._report(part, receivers.endpoints, error)
             raise
         frames = embedding_frames(self._release, part, embeddings)
@@ -158,7 +161,8 @@ class Encoder:
                 raise outcome
 
     @contextmanager
-    def _place(self) -> Iterator[None]:
+    def place(self) -> Iterator[None]:
+        """Room for a part, from before its media are read. Raises ResourceExhaustedError and UnavailableError."""
         if self._stopping:
             raise UnavailableError("the front is stopping: ask another encoder", code="UNAVAILABLE")
         if self._inside >= MAX_PARTS:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from opticnerve.errors import OpticnerveError, RequestInvalidError
+from opticnerve.errors import OpticnerveError, RequestInvalidError, RequestTooLargeError
 from opticnerve.integrations.sglang.encoder import Encoder, EncodeRequest, status_of
 
 _REQ_ID = web.RequestKey("req_id", str)
@@ -40,20 +40,9 @@ def application(encoder: Encoder, max_body_bytes: int) -> web.Application:
     """The routes. Their runner should cancel handlers whose callers are gone."""
 
     async def encode(request: web.Request) -> web.Response:
-        body = await _read(request, EncodeBody)
-        ports = body.embedding_port
-        await encoder.encode(
-            EncodeRequest(
-                req_id=body.req_id,
-                num_parts=body.num_parts,
-                part_idx=body.part_idx,
-                modality=body.modality,
-                items=body.mm_items,
-                host=body.prefill_host or "",
-                ports=ports if isinstance(ports, list) else [] if ports is None else [ports],
-                caller=request.remote or "",
-            )
-        )
+        with encoder.place():
+            body = await _read(request, EncodeBody)
+            await encoder.encode(_asked(body, request.remote or ""))
         return web.json_response(None)
 
     async def receive(request: web.Request) -> web.Response:
@@ -76,10 +65,27 @@ def application(encoder: Encoder, max_body_bytes: int) -> web.Application:
     return app
 
 
+def _asked(body: EncodeBody, caller: str) -> EncodeRequest:
+    ports = body.embedding_port
+    return EncodeRequest(
+        req_id=body.req_id,
+        num_parts=body.num_parts,
+        part_idx=body.part_idx,
+        modality=body.modality,
+        items=body.mm_items,
+        host=body.prefill_host or "",
+        ports=ports if isinstance(ports, list) else [] if ports is None else [ports],
+        caller=caller,
+    )
+
+
 async def _read(request: web.Request, type: type[T]) -> T:
-    """The body. Raises RequestInvalidError."""
+    """The body. Raises RequestTooLargeError and RequestInvalidError."""
     try:
         body = msgspec.json.decode(await request.read(), type=type)
+    except web.HTTPRequestEntityTooLarge as error:
+        message = "the body is larger than the service takes: send fewer items, or raise its --max-request-bytes"
+        raise RequestTooLargeError(message, code="INVALID_ARGUMENT") from error
     except msgspec.DecodeError as error:
         raise RequestInvalidError(f"the body is not understood: {error}", code="INVALID_ARGUMENT") from error
     request[_REQ_ID] = body.req_id

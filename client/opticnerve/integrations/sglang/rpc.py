@@ -36,7 +36,8 @@ class Servicer(pb_grpc.SglangEncoderServicer):  # type: ignore[misc]
             caller=_address(context.peer()),
         )
         try:
-            await self._encoder.encode(part)
+            with self._encoder.place():
+                await self._encoder.encode(part)
         except OpticnerveError as error:
             await _abort(context, error)
         return pb.EncodeResponse()
