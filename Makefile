@@ -21,7 +21,7 @@ FIND_LINKS := $(if $(PIP_FIND_LINKS),--find-links "$(PIP_FIND_LINKS)")
 demo: .venv/installed
 	$(BIN)/python deploy/demo/demo.py $(ARGS)
 
-test: .venv/installed
+test: .venv/installed .sglang/wheel
 	$(BIN)/python -m pytest $(ARGS)
 
 check: lint types wire generated
@@ -67,6 +67,11 @@ lock: .venv/installed
 
 .venv/installed: .venv/uv pyproject.toml constraints.txt
 	$(UV) pip install --quiet --python $(BIN)/python $(FIND_LINKS) --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+# SGLang's own receiver, which the tests run: unpacked by them, never installed.
+.sglang/wheel: .venv/uv Makefile
+	rm -rf .sglang && $(BIN)/python -m pip download --quiet --no-deps --only-binary :all: --dest .sglang sglang==0.5.23
 	touch $@
 
 # The oldest generator whose code runs on every protobuf that the client allows, apart from the runtime's own version.

@@ -22,6 +22,9 @@ EXIT_CONFIG = 2
 _EXTRA = ("torch", "PIL", "av", "grpc_reflection", "msgspec", "prometheus_client")
 """What `pip install opticnerve` leaves out."""
 
+_SGLANG_EXTRA = ("aiohttp", "zmq", "smg_grpc_proto")
+"""What the front for SGLang needs beside."""
+
 log = logging.getLogger(__name__)
 
 
@@ -80,9 +83,13 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 def _need_extra() -> None:
     """Raise ConfigError where the client alone is installed."""
-    missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
+    _need(_EXTRA, "the server", "server")
+
+
+def _need(modules: Sequence[str], user: str, extra: str) -> None:
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"the server needs {', '.join(missing)}: pip install 'opticnerve[server]'")
+        raise ConfigError(f"{user} needs {', '.join(missing)}: pip install 'opticnerve[{extra}]'")
 
 
 def _load(options: argparse.Namespace) -> Resolved[Config]:
@@ -118,6 +125,8 @@ def _serve(options: argparse.Namespace) -> int:
     from .models.registry import open_model
 
     config = resolved.config
+    if config.sglang_version:
+        _need(_SGLANG_EXTRA, "the front for SGLang", "sglang")
     open_model(config.model, config.load_format, projector=config.projector)  # the cheapest mistakes before any port
     _check_surroundings(config)
     telemetry.set_up("supervisor")

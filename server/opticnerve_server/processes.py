@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing import reduction
 from typing import Any
 
@@ -58,6 +58,14 @@ def run_frontend(
     from . import frontend
 
     frontend.main(config, index, control, engine, arena_fd, address, instance_id)
+
+
+def run_sglang(config: Config, control: socket.socket, addresses: Mapping[str, str]) -> None:
+    """The life of the front for SGLang."""
+    prepare("sglang")
+    from . import sglang
+
+    sglang.main(config, control, addresses)
 
 
 def prepare(name: str) -> None:

@@ -16,11 +16,23 @@ CLIENT, SERVER = ROOTS[0] / "opticnerve", ROOTS[1] / "opticnerve_server"
 
 GRPC_FILES = {
     SERVER / name for name in ("transport.py", "service.py", "health.py", "interceptors.py")
-} | {CLIENT / "channel.py"}  # fmt: skip
+} | {CLIENT / "channel.py", CLIENT / "integrations" / "sglang" / "rpc.py"}  # fmt: skip
 GRPC_TYPES = {CLIENT / "client.py"}
 """May name gRPC's types, not configure it."""
 
-SUPERVISOR = ("cli", "settings", "config", "lifecycle", "processes", "health", "info", "scrape", "metrics", "telemetry")
+SUPERVISOR = (
+    "cli",
+    "settings",
+    "config",
+    "lifecycle",
+    "processes",
+    "health",
+    "info",
+    "scrape",
+    "metrics",
+    "telemetry",
+    "companion",
+)
 """Modules of the supervisor process."""
 
 
@@ -74,6 +86,12 @@ def test_models_know_nothing_of_grpc(package: str) -> None:
         assert not [module for module in imports(path) if is_grpc(module) or module.startswith("opticnerve.v1")], path
 
 
+def test_nothing_loads_pickles() -> None:
+    loaders = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
+    for path in sources(CLIENT, SERVER):
+        assert not {top(module) for module in imports(path)} & loaders, path
+
+
 def test_models_load_no_grpc() -> None:
     code = "import opticnerve_server.models.registry, opticnerve_server.models.qwen3_vl, opticnerve_server.attention"
     assert not {name for name in loaded_after(code) if is_grpc(name)}
@@ -98,7 +116,7 @@ def test_the_supervisor_loads_no_torch() -> None:
         "from opticnerve_server.models.registry import open_model\n"
         "open_model('preset:qwen3-vl-2b', 'dummy')"
     )
-    assert not loaded_after(code) & {"torch", "transformers"}
+    assert not loaded_after(code) & {"torch", "transformers", "aiohttp", "zmq"}
 
 
 def test_tracing_is_loaded_where_it_is_asked_for_alone() -> None:
