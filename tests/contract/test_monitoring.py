@@ -144,6 +144,15 @@ def test_every_alert_has_an_entry_in_the_runbook_and_a_test() -> None:
     assert alerts == set(re.findall(r"alertname: (\w+)", (DEPLOY / "prometheus" / "tests.yaml").read_text()))
 
 
+def test_every_panel_that_our_own_server_cannot_fill_has_a_test() -> None:
+    tested = " ".join((DEPLOY / "prometheus" / "tests.yaml").read_text().split())
+    for panel in panels():
+        for target in panel["targets"]:
+            query = re.sub(r"\$(namespace|pod)", ".*", target["expr"]).replace("$__rate_interval", "5m")
+            if any(name in query for name in OTHERS):
+                assert query in tested
+
+
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 @pytest.mark.parametrize(
     "command", ["check config prometheus.yaml", "check rules rules.yaml alerts.yaml", "test rules tests.yaml"]
