@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes a real server under load: every query of the dashboard has an answer, all rules evaluate."""
+"""A real Prometheus scrapes a real server under load: every query of the dashboard is answered, all rules evaluate."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from contextlib import aclosing
 from typing import Any
@@ -25,7 +26,7 @@ from fake_service import (
     serving,
     started,
 )
-from opticnerve import AsyncClient, Embedding, ProtocolError, ServerError, errors
+from opticnerve import AsyncClient, Digest, Embedding, ProtocolError, ServerError, errors
 from opticnerve.channel import Connection
 from opticnerve.v1 import encoder_pb2 as pb
 
@@ -212,6 +213,23 @@ async def test_a_stream_that_breaks_behind_its_last_item_has_succeeded() -> None
     async with serving(service) as address:
         assert values(await encode(address, [b"\x01"])) == [1]
     assert len(service.encode_requests) == 1
+
+
+async def test_a_call_for_one_item_names_it() -> None:
+    """By the digest that the server computes, in every attempt; a call for several names none."""
+    abort = Abort(grpc.StatusCode.UNAVAILABLE, "DRAINING")
+    service = FakeService(lambda _: [abort], lambda request: [*answer_all(request, order=[0]), abort], answer_all)
+    digests = [hashlib.sha256(b"encoded_image\0" + data).digest() for data in (b"\x01", b"\x02")]
+    async with serving(service) as address, AsyncClient(address, timeout=10) as client:
+        assert values([embedding async for embedding in client.encode([b"\x01"])]) == [1]
+        assert values([embedding async for embedding in client.encode([b"\x01", b"\x02"])]) == [1, 2]
+        await client.release(digests[:1])
+        await client.release(digests)
+        with pytest.raises(ServerError):  # of the script, which knows no digests
+            await anext(client.encode([Digest(digests[1])]))
+    one, other = (digest.hex() for digest in digests)
+    assert service.digests[:2] == [one, one]
+    assert service.digests[2:] == [None, one, None, other]
 
 
 async def test_resends_are_bounded() -> None:
