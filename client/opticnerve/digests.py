@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from opticnerve.v1 import encoder_pb2 as pb
 
 DIGEST_HEADER = "opticnerve-digest"
-"""Metadata of a call for one item: its digest in hexadecimal. A proxy that hashes it sends equal items to one server."""
+"""Metadata of a call for one item: its digest in hex. A proxy that hashes it sends equal items to one server."""
 
 
 Metadata = tuple[tuple[str, str], ...]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
@@ -212,6 +213,28 @@ async def test_a_stream_that_breaks_behind_its_last_item_has_succeeded() -> None
     service = FakeService(lambda request: [*answer_all(request), Abort(grpc.StatusCode.UNAVAILABLE)])
     async with serving(service) as address:
         assert values(await encode(address, [b"\x01"])) == [1]
+    assert len(service.encode_requests) == 1
+
+
+async def test_a_stream_that_a_proxy_cuts_off_is_sent_again() -> None:
+    """gRPC says INTERNAL to it; an INTERNAL of a server has a reason, and is not tried again."""
+
+    class CutOff(FakeService):
+        async def Encode(self, request: pb.EncodeRequest, context: Any) -> AsyncIterator[pb.EncodeResponse]:
+            async for message in super().Encode(request, context):
+                yield message
+                if len(self.encode_requests) == 1:
+                    await context.abort(grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2")
+
+    service = CutOff(lambda request: answer_all(request))
+    async with serving(service) as address:
+        assert values(await encode(address, [b"\x01"])) == [1]
+    assert len(service.encode_requests) == 2
+
+    service = FakeService(lambda _: [Abort(grpc.StatusCode.INTERNAL, "INTERNAL")])
+    async with serving(service) as address:
+        with pytest.raises(errors.InternalError):
+            await encode(address, [b"x"])
     assert len(service.encode_requests) == 1
 
 
