@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
@@ -14,18 +15,20 @@ import pytest
 
 from fleet import BY_CONTENT, BY_LOAD, Fleet
 from opticnerve import AsyncClient, Embedding
+from opticnerve.errors import DeadlineExceededError
 from opticnerve_server import cli
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(600)]
 
 CALLERS = 12
+DRAIN = ("--drain-delay", "5")
 ADDRESSES = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
 
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Fleet]:
     assert cli.main(["make-checkpoint", "--arch", "qwen3_vl", "--out", str(tmp_path / "model")]) == 0
-    fleet = Fleet(tmp_path / "model", tmp_path, "--token-budgets", "64,256", "--store-bytes", "200000000")
+    fleet = Fleet(tmp_path / "model", tmp_path, "--token-budgets", "64,256", "--store-bytes", "200000000", *DRAIN)
     try:
         fleet.start(*ADDRESSES)
         fleet.start_envoy()
@@ -66,34 +69,49 @@ async def test_calls_spread_by_load(fleet: Fleet) -> None:
     assert all(abs(count - 1000) <= 100 for count in calls.values())
 
 
-async def test_a_server_that_is_killed_loses_no_call_and_its_successor_gets_some(fleet: Fleet) -> None:
-    numbers = itertools.count()
-    ends = asyncio.Event()
+async def test_no_caller_notices_a_server_that_dies_or_leaves_and_a_new_one_gets_calls(fleet: Fleet) -> None:
+    numbers, ended = itertools.count(), asyncio.Event()
     answers = Counter[str]()
-    times = {}
+    newcomer = {"ready": math.inf, "called": math.inf}
 
     async def direct() -> None:
         await asyncio.sleep(8)
         fleet.kill(ADDRESSES[1])
-        times["killed"] = time.monotonic()
         await asyncio.sleep(8)
         await asyncio.to_thread(fleet.start, "127.0.0.5")
-        times["ready"] = time.monotonic()
+        newcomer["ready"] = time.monotonic()
         await asyncio.sleep(15)
-        ends.set()
+        await asyncio.to_thread(fleet.stop, ADDRESSES[2])
+        await asyncio.sleep(8)
+        ended.set()
 
     def on_answer(_: int, embedding: Embedding) -> None:
-        if "ready" in times and embedding.instance_id not in answers:
-            times["successor"] = time.monotonic()
+        if embedding.instance_id not in answers and time.monotonic() > newcomer["ready"]:
+            newcomer["called"] = time.monotonic()
         answers[embedding.instance_id] += 1
 
     director = asyncio.create_task(direct())
-    await call_steadily(BY_LOAD, itertools.takewhile(lambda _: not ends.is_set(), numbers), on_answer)
+    await call_steadily(BY_LOAD, itertools.takewhile(lambda _: not ended.is_set(), numbers), on_answer)
     await director
+    waited = newcomer["called"] - newcomer["ready"]
     retries = fleet.statistic("cluster.by-load.upstream_rq_retry")
-    print(f"{answers} calls, {retries} retries, successor after {times['successor'] - times['ready']:.1f} s")
-    assert len(answers) == 4
+    print(f"{sorted(answers.values())} calls by server, {retries} sent again by Envoy, newcomer after {waited:.1f} s")
     assert answers.total() == next(numbers) - 1, "one was taken from the numbers to end them"
+    assert len(answers) == 4
+    assert waited < 10
+
+
+async def test_calls_that_expire_count_against_no_server(fleet: Fleet) -> None:
+    expired = 0
+    async with AsyncClient(f"127.0.0.1:{BY_LOAD}") as client:
+        for number in range(60):
+            try:
+                await anext(client.encode([image(number)], timeout=0.01))
+            except DeadlineExceededError:
+                expired += 1
+    assert expired > 10
+    assert fleet.statistic("cluster.by-load.outlier_detection.ejections_enforced_total") == 0
+    assert fleet.healthy() == 3
 
 
 async def test_repeats_hit_the_store_of_one_server(fleet: Fleet) -> None:
