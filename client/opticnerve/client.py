@@ -354,11 +354,11 @@ class AsyncClient:
         failure = to_server_error(error)
         if failure.reason:
             return failure
-        if isinstance(failure, DeadlineExceededError):
+        if isinstance(failure, DeadlineExceededError) or patience.left() == 0:  # a proxy or the server was quicker
             message = f"no complete answer within {patience.timeout:g} s"
             if waited and not self._connection(wait_until_ready=True).is_ready:
                 message += f": {await self._describe_server()}"
-            return DeadlineExceededError(message, code=failure.code)
+            return DeadlineExceededError(message, code="DEADLINE_EXCEEDED")
         if isinstance(failure, ResourceExhaustedError) and request_bytes:  # gRPC's own refusal, perhaps of the size
             await self._describe_server()
             return self._oversize(request_bytes) or failure

@@ -29,6 +29,7 @@ from fake_service import (
 )
 from opticnerve import AsyncClient, Digest, Embedding, ProtocolError, ServerError, errors
 from opticnerve.channel import Connection
+from opticnerve.retry import Patience
 from opticnerve.v1 import encoder_pb2 as pb
 
 ROWS = np.arange(48, dtype=np.float32).reshape(6, 8)
@@ -327,6 +328,15 @@ async def test_a_deadline_of_a_ready_server_says_no_phase() -> None:
     async with serving(FakeService(lambda _: [Sleep(60)])) as address:
         with pytest.raises(errors.DeadlineExceededError, match=r"within 0\.5 s \(DEADLINE_EXCEEDED\)"):
             await encode(address, [b"x"], timeout=0.5)
+
+
+async def test_a_deadline_is_one_even_if_the_stream_breaks_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy, or the server, may end the call of a caller whose own timer is late."""
+    left = iter([10.0])
+    monkeypatch.setattr(Patience, "left", lambda _: next(left, 0.0))
+    async with serving(FakeService(lambda _: [Abort(grpc.StatusCode.UNKNOWN)])) as address:
+        with pytest.raises(errors.DeadlineExceededError, match="no complete answer within 10 s"):
+            await encode(address, [b"x"])
 
 
 async def test_without_waiting_a_server_that_is_not_ready_answers_why() -> None:
