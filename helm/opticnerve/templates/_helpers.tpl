@@ -51,8 +51,8 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- define "opticnerve.config" -}}
 {{- range $key, $value := .Values.server }}
 {{- if not (kindIs "invalid" $value) }}
-{{ $key }} = {{ toJson $value }}
-{{- end }}
+{{- $key }} = {{ toJson $value }}
+{{ end }}
 {{- end }}
 {{- end -}}
 

@@ -104,31 +104,30 @@ volumeMounts:
 {{- define "opticnerve.weightsContainer" -}}
 {{- $model := .Values.model -}}
 {{- if or (eq $model.source "hub") (eq $model.source "demo") -}}
-initContainers:
-  - name: weights
-    image: {{ include "opticnerve.image" . }}
-    imagePullPolicy: {{ .Values.image.pullPolicy }}
-    args:
-      {{- if eq $model.source "demo" }}
-      - make-checkpoint
-      - --arch=qwen3_vl
-      {{- else }}
-      - download
-      - --repository={{ $model.hub.repository }}
-      - --revision={{ required "model.hub.revision is not set: name the commit to download, 40 hexadecimal digits" $model.hub.revision }}
-      {{- end }}
-      - --out={{ include "opticnerve.modelPath" . }}
-    env:
-      {{- if and (eq $model.source "hub") $model.hub.tokenSecret }}
-      - name: HF_TOKEN
-        valueFrom: {secretKeyRef: {name: {{ $model.hub.tokenSecret }}, key: token}}
-      {{- end }}
-      {{- with .Values.env }}{{ toYaml . | nindent 6 }}{{ end }}
-    resources: {{- toYaml .Values.weightsResources | nindent 6 }}
-    securityContext: {{- toYaml .Values.securityContext | nindent 6 }}
-    volumeMounts:
-      - {name: models, mountPath: /models}
-      - {name: tmp, mountPath: /tmp}
-      - {name: cache, mountPath: /cache}
+name: weights
+image: {{ include "opticnerve.image" . }}
+imagePullPolicy: {{ .Values.image.pullPolicy }}
+args:
+  {{- if eq $model.source "demo" }}
+  - make-checkpoint
+  - --arch=qwen3_vl
+  {{- else }}
+  - download
+  - --repository={{ $model.hub.repository }}
+  - --revision={{ required "model.hub.revision is not set: name the commit to download, 40 hexadecimal digits" $model.hub.revision }}
+  {{- end }}
+  - --out={{ include "opticnerve.modelPath" . }}
+env:
+  {{- if and (eq $model.source "hub") $model.hub.tokenSecret }}
+  - name: HF_TOKEN
+    valueFrom: {secretKeyRef: {name: {{ $model.hub.tokenSecret }}, key: token}}
+  {{- end }}
+  {{- with .Values.env }}{{ toYaml . | nindent 2 }}{{ end }}
+resources: {{- toYaml .Values.weightsResources | nindent 2 }}
+securityContext: {{- toYaml .Values.securityContext | nindent 2 }}
+volumeMounts:
+  - {name: models, mountPath: /models}
+  - {name: tmp, mountPath: /tmp}
+  - {name: cache, mountPath: /cache}
 {{- end -}}
 {{- end -}}
