@@ -1,7 +1,7 @@
 """What the chart repeats of other files: the settings of the server in its schema, the dashboard and the rules.
 
-    python helm/generate.py            # write them
-    python helm/generate.py --check    # exit code 1, and the names of those that are not current
+python helm/generate.py            # write them
+python helm/generate.py --check    # exit code 1, and the names of those that are not current
 """
 
 from __future__ import annotations

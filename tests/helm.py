@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -32,10 +34,15 @@ def template(values: Path | None, *settings: str) -> subprocess.CompletedProcess
 
 
 def render(values: Path, *settings: str) -> list[Object]:
-    """The objects of a profile that must render."""
+    """The objects of a profile that must render, the caller's own."""
+    return copy.deepcopy(_rendered(values, *settings))
+
+
+@functools.cache
+def _rendered(values: Path, *settings: str) -> list[Object]:
     run = template(values, *settings)
     assert run.returncode == 0, run.stderr
-    return [document for document in yaml.safe_load_all(run.stdout) if document is not None]
+    return [document for document in yaml.load_all(run.stdout, yaml.CSafeLoader) if document is not None]
 
 
 def named(profile: str) -> Path:

@@ -86,7 +86,11 @@ def test_every_selector_finds_the_pods(profile: Path) -> None:
     labels = deployment["spec"]["template"]["metadata"]["labels"].items()
     selectors = [deployment["spec"]["selector"]["matchLabels"]]
     selectors += [service["spec"]["selector"] for service in of_kind(objects, "Service")]
-    for kind, key in (("PodDisruptionBudget", "selector"), ("NetworkPolicy", "podSelector"), ("PodMonitor", "selector")):
+    for kind, key in (
+        ("PodDisruptionBudget", "selector"),
+        ("NetworkPolicy", "podSelector"),
+        ("PodMonitor", "selector"),
+    ):
         selectors += [item["spec"][key]["matchLabels"] for item in of_kind(objects, kind)]
     selectors += [spread["labelSelector"]["matchLabels"] for spread in pod(objects)["topologySpreadConstraints"]]
     for selector in selectors:

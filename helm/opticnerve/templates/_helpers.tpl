@@ -32,12 +32,16 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end -}}
 {{- end -}}
 
+{{- define "opticnerve.hubRepository" -}}
+{{- required "model.hub.repository is not set: name the repository to download from, such as org/model" .Values.model.hub.repository -}}
+{{- end -}}
+
 {{/* What the server is told by flags; everything else is in its configuration file. */}}
 
 {{- define "opticnerve.modelPath" -}}
 {{- $model := .Values.model -}}
 {{- if eq $model.source "hub" -}}
-/models/{{ base (required "model.hub.repository is not set: name the repository to download from, such as org/model" $model.hub.repository) }}
+/models/{{ include "opticnerve.hubRepository" . | base }}
 {{- else if eq $model.source "demo" -}}
 /models/demo
 {{- else if eq $model.source "image" -}}

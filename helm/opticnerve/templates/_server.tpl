@@ -113,16 +113,19 @@ args:
   - --arch=qwen3_vl
   {{- else }}
   - download
-  - --repository={{ $model.hub.repository }}
+  - --repository={{ include "opticnerve.hubRepository" . }}
   - --revision={{ required "model.hub.revision is not set: name the commit to download, 40 hexadecimal digits" $model.hub.revision }}
   {{- end }}
   - --out={{ include "opticnerve.modelPath" . }}
+{{- $token := and (eq $model.source "hub") $model.hub.tokenSecret }}
+{{- if or $token .Values.env }}
 env:
-  {{- if and (eq $model.source "hub") $model.hub.tokenSecret }}
+  {{- with $token }}
   - name: HF_TOKEN
-    valueFrom: {secretKeyRef: {name: {{ $model.hub.tokenSecret }}, key: token}}
+    valueFrom: {secretKeyRef: {name: {{ . }}, key: token}}
   {{- end }}
   {{- with .Values.env }}{{ toYaml . | nindent 2 }}{{ end }}
+{{- end }}
 resources: {{- toYaml .Values.weightsResources | nindent 2 }}
 securityContext: {{- toYaml .Values.securityContext | nindent 2 }}
 volumeMounts:
