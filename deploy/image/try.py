@@ -1,9 +1,9 @@
-"""Builds the CPU image and runs it, without a container daemon: what `make image-test` runs.
+"""Builds the CPU image and runs it, without a container daemon: what `make image-test` does.
 
-Where no registry can be reached either, a Debian of its own stands in for the base image, so every step of the
-Dockerfile is run, but on another distribution. As root, on Debian, with buildah, podman, runc and debootstrap.
+Where no registry can be reached either, a Debian of its own stands in for the base image: every step of the Dockerfile
+is run, but on another distribution. As root, on Debian, with buildah, podman, runc and debootstrap.
 
-    python deploy/image/try.py [DIRECTORY]      # where the stand-in is kept; default .image
+    python3 deploy/image/try.py [DIRECTORY]      # where a model and this machine's settings are put; default .image
 """
 
 from __future__ import annotations
@@ -11,55 +11,49 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-BIN = Path(sys.executable).parent
 BASE, IMAGE, NAME = "localhost/opticnerve-stand-in", "localhost/opticnerve:cpu", f"opticnerve-try-{os.getpid()}"
 TOOLS = ("buildah", "podman", "runc", "debootstrap")
 AUTHORITIES = Path("/etc/ssl/certs/ca-certificates.crt")
 
-# What a container of a Kubernetes pod is: no root, no capabilities, nothing to write to but two mounts.
-RESTRICTED = (
-    "--read-only", "--tmpfs=/tmp:rw,mode=1777", "--tmpfs=/cache:rw,mode=1777", "--cap-drop=all",
-    "--security-opt=no-new-privileges", "--network=host",
-)  # fmt: skip
-# These limits are what runc may set on machines that are containers themselves.
-PODMAN_RUN = (
-    "podman", "--runtime=runc", "--cgroup-manager=cgroupfs", "run", "--ulimit=nofile=1024:1024",
-    "--ulimit=nproc=4096:4096", *RESTRICTED,
+PODMAN = ("podman", "--runtime=runc", "--cgroup-manager=cgroupfs", "--log-level=fatal")
+# What the container of a pod may do: no root, no capabilities, and two mounts to write to. It has a network of its own,
+# in which there is nothing else. The limits are what can be set on machines that are containers themselves.
+RUN = (
+    *PODMAN, "run", "--read-only", "--tmpfs=/tmp:rw,mode=1777", "--tmpfs=/cache:rw,mode=1777", "--cap-drop=all",
+    "--security-opt=no-new-privileges", "--network=none", "--ulimit=nofile=1024:1024", "--ulimit=nproc=4096:4096",
 )  # fmt: skip
 
 
 def main() -> int:
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing or os.geteuid() != 0:
-        print(f"needs root and {', '.join(TOOLS)}: apt-get install --no-install-recommends {' '.join(TOOLS)}")
+        print(f"needs root and these tools: apt-get install --no-install-recommends {' '.join(TOOLS)}")
         return 2
-    directory = Path(sys.argv[1] if len(sys.argv) > 1 else ".image").resolve()
+    directory = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / ".image").resolve()
     directory.mkdir(exist_ok=True)
     make_base(directory)
     build(directory)
-    look_at()
+    check = look_at()
     models = directory / "models"
     shutil.rmtree(models, ignore_errors=True)
     models.mkdir()
     os.chown(models, 10001, 10001)
-    run(*PODMAN_RUN, "--rm", f"--volume={models}:/models", IMAGE, "make-checkpoint", "--arch=qwen3_vl", "--out=/models/m")
-    serve_and_stop(models)
+    run(*RUN, "--rm", f"--volume={models}:/models", IMAGE, "make-checkpoint", "--arch=qwen3_vl", "--out=/models/m")
+    serve_and_stop(models, check)
     print("the image builds, starts, answers its probes, encodes, and drains on SIGTERM")
     return 0
 
 
 def run(*command: str | Path, quiet: bool = False) -> str:
-    """Show a command and run it; what it prints. Ends the program where it fails."""
+    """Show a command and run it; with `quiet`, what it prints. Ends the program where it fails."""
     print("$", *command, flush=True)
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE if quiet else None, text=True)
     if done.returncode:
@@ -91,10 +85,11 @@ def build(directory: Path) -> None:
     pip, uv = directory / "pip.conf", directory / "uv.toml"
     pip.write_text(f"[global]\ncert = {AUTHORITIES}\n")
     uv.write_text("system-certs = true\n" + ('find-links = ["/wheels"]\n' if wheels else ""))
-    mounts = {AUTHORITIES: AUTHORITIES, pip: "/etc/pip.conf", uv: "/etc/uv/uv.toml"} | ({wheels: "/wheels"} if wheels else {})
+    mounts = {str(AUTHORITIES): str(AUTHORITIES), str(pip): "/etc/pip.conf", str(uv): "/etc/uv/uv.toml"}
     arguments = {"DEVICE": "cpu", "CPU": BASE, "CUDA_DEVEL": BASE, "CUDA_RUNTIME": BASE}
     if wheels:
-        arguments["TORCH_BACKEND"] = ""  # torch is among the wheels
+        mounts[wheels] = "/wheels"
+        arguments["TORCH_BACKEND"] = ""  # torch is among them
     run(
         "buildah", "bud", "--isolation=chroot", "--pull-never", "--layers", "--format=docker", "--quiet",
         *(f"--volume={source}:{target}:ro" for source, target in mounts.items()),
@@ -103,55 +98,63 @@ def build(directory: Path) -> None:
     )  # fmt: skip
 
 
-def look_at() -> None:
-    """What the image says of itself, and that there is nothing in it that should not be."""
-    image = json.loads(run("podman", "image", "inspect", IMAGE, quiet=True))[0]
+def look_at() -> list[str]:
+    """What the image says of itself, and that it holds no weights; its health check."""
+    image = json.loads(run(*PODMAN, "image", "inspect", IMAGE, quiet=True))[0]
     config = image["Config"]
     print(f"  {image['Size'] / 1e6:.0f} MB, user {config['User']}, {config['Entrypoint']} {config['Cmd']}")
     print("  ", config["Labels"])
     assert config["User"] == "10001:10001"
     assert config["Entrypoint"] == ["opticnerve-server"], "a shell would keep signals from the server"
-    assert not run(*PODMAN_RUN, "--rm", "--entrypoint=find", IMAGE, "/", "-xdev", "-name", "*.safetensors", quiet=True)
+    found = run(*RUN, "--rm", "--entrypoint=find", IMAGE, "/opt", "/cache", "-name", "*.safetensors", quiet=True)
+    assert not found, f"weights in the image: {found}"
+    kind, *check = image["Healthcheck"]["Test"]
+    assert kind == "CMD"
+    return [str(word) for word in check]
 
 
 # --- the server
 
 
 @contextmanager
-def server(models: Path, ports: dict[str, int]) -> Iterator[subprocess.Popen[str]]:
-    """A container that serves; its log goes to this program's."""
-    listens = {"listen": "grpc", "health-listen": "health", "metrics-listen": "metrics"}
+def server(models: Path) -> Iterator[subprocess.Popen[str]]:
+    """A container that serves on the image's own ports; its log goes where this program's does."""
     command = [
-        *PODMAN_RUN, f"--name={NAME}", f"--volume={models}:/models:ro", IMAGE, "serve", "--model=/models/m",
-        *(f"--{flag}=0.0.0.0:{ports[name]}" for flag, name in listens.items()),
-        "--drain-delay=2", "--store-bytes=0", "--frontends=1", "--preprocess-threads=1",
+        *RUN, f"--name={NAME}", f"--volume={models}:/models:ro", f"--volume={ROOT / 'deploy/demo'}:/photographs:ro",
+        IMAGE, "serve", "--model=/models/m", "--drain-delay=2", "--frontends=1", "--preprocess-threads=1",
+        "--max-queue-bytes=268435456", "--store-bytes=0",
     ]  # fmt: skip
     print("$", *command, flush=True)
     process = subprocess.Popen(command, text=True)
     try:
         yield process
     finally:
-        subprocess.run(["podman", "--runtime=runc", "rm", "--force", NAME], capture_output=True)
+        subprocess.run([*PODMAN, "rm", "--force", NAME], capture_output=True)
         process.wait()
 
 
-def serve_and_stop(models: Path) -> None:
-    ports = dict(zip(("grpc", "health", "metrics"), free_ports(3), strict=True))
-    with server(models, ports) as process:
-        health = f"127.0.0.1:{ports['health']}"
+def serve_and_stop(models: Path, check: list[str]) -> None:
+    inside = [*PODMAN, "exec", NAME]
+
+    def healthy(*command: str) -> bool:
+        return subprocess.run([*inside, *command], capture_output=True).returncode == 0
+
+    probe = ("opticnerve", "health", "--server=127.0.0.1:50052")
+    with server(models) as process:
         began = time.monotonic()
-        eventually(lambda: probe(health, "liveness"), "liveness")
-        print(f"  alive after {time.monotonic() - began:.1f} s, startup {probe(health, 'startup')}")
-        eventually(lambda: probe(health, "readiness") and probe(health, "startup"), "readiness and startup")
-        print(f"  ready after {time.monotonic() - began:.1f} s")
-        photographs = sorted(ROOT.glob("deploy/demo/*.jpg"))
-        encode = [BIN / "opticnerve", "encode", "--server", f"127.0.0.1:{ports['grpc']}", *photographs]
+        eventually(lambda: healthy(*probe, "liveness"), "liveness")
+        print(f"  alive after {time.monotonic() - began:.1f} s, startup is {healthy(*probe, 'startup')}")
+        eventually(lambda: healthy(*check), "the image's health check")
+        print(f"  ready after {time.monotonic() - began:.1f} s, startup is {healthy(*probe, 'startup')}")
+        photographs = [f"/photographs/{name}.jpg" for name in ("astronaut", "retina", "rocket")]
+        encode = [*inside, "opticnerve", "encode", "--server=127.0.0.1:50051", *photographs]
         run(*encode)
-        call = subprocess.Popen(encode, stdout=subprocess.PIPE, text=True)
-        time.sleep(0.7)  # it is under way
+
+        call = subprocess.Popen(encode)
+        time.sleep(1)  # it is under way, and takes three times as long
         began = time.monotonic()
-        run("podman", "--runtime=runc", "kill", "--signal", "TERM", NAME)
-        eventually(lambda: not probe(health, "readiness"), "not ready any more")
+        run(*PODMAN, "kill", "--signal=TERM", NAME)
+        eventually(lambda: not healthy(*check), "not ready any more")
         print(f"  not ready {time.monotonic() - began:.1f} s after SIGTERM")
         assert call.wait(60) == 0, "the call that was under way must be answered"
         code = process.wait(60)
@@ -159,14 +162,7 @@ def serve_and_stop(models: Path) -> None:
         assert code == 0
 
 
-def probe(address: str, service: str) -> bool:
-    """What the kubelet asks, with the image's own health check command."""
-    command = [BIN / "opticnerve", "health", "--server", address, service]
-    return subprocess.run(command, capture_output=True).returncode == 0
-
-
-def eventually(condition: object, what: str, seconds: float = 120.0) -> None:
-    assert callable(condition)
+def eventually(condition: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
     until = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > until:
@@ -174,14 +170,5 @@ def eventually(condition: object, what: str, seconds: float = 120.0) -> None:
         time.sleep(0.2)
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     sys.exit(main())
