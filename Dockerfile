@@ -1,16 +1,15 @@
 # The server's image, without weights.
 #   docker build -t opticnerve:0.1.0 .                              for NVIDIA GPUs
 #   docker build --build-arg DEVICE=cpu -t opticnerve:0.1.0-cpu .   for demos and CI
-# Kernels beside torch's own, by their versions: --build-arg FLASH_ATTN=2.8.3 --build-arg FLASHINFER=0.6.13
+# Attention beside torch's own, by the extras of pyproject.toml: --build-arg EXTRAS="server hub flash-attn flashinfer"
 
 ARG DEVICE=cuda
-ARG CUDA_DEVEL=docker.io/nvidia/cuda:13.0.2-devel-ubuntu24.04@sha256:5dc1bca23d05bd37b011be68ec470c03b403a5da07ec3a86e41af9470e9d0cc6
-ARG CUDA_RUNTIME=docker.io/nvidia/cuda:13.0.2-runtime-ubuntu24.04@sha256:6a0e31b59e70890446f2c17356d6efc0d54260090a8c63d6ca7c2ad049db95d2
+ARG CUDA=docker.io/nvidia/cuda:13.0.2-runtime-ubuntu24.04@sha256:6a0e31b59e70890446f2c17356d6efc0d54260090a8c63d6ca7c2ad049db95d2
 ARG CPU=docker.io/library/ubuntu:noble-20260113@sha256:cd1dba651b3080c3686ecf4e3c4220f026b521fb76978881737d24f200828b2b
 
 # --- what the two kinds differ in
 
-FROM ${CUDA_DEVEL} AS build-cuda
+FROM ${CPU} AS build-cuda
 ARG TORCH_BACKEND=cu130
 ENV TORCH_BACKEND=${TORCH_BACKEND}
 
@@ -18,7 +17,7 @@ FROM ${CPU} AS build-cpu
 ARG TORCH_BACKEND=cpu
 ENV TORCH_BACKEND=${TORCH_BACKEND}
 
-FROM ${CUDA_RUNTIME} AS base-cuda
+FROM ${CUDA} AS base-cuda
 # Triton compiles a launcher for each kernel when it is first used.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev python3-dev \
@@ -38,21 +37,12 @@ RUN apt-get update \
 ENV PATH=/opt/uv/bin:$PATH UV_LINK_MODE=copy UV_COMPILE_BYTECODE=1 VIRTUAL_ENV=/opt/opticnerve
 WORKDIR /src
 COPY pyproject.toml constraints.txt ./
+ARG EXTRAS="server hub"
+# hadolint ignore=SC2046,SC2086
 RUN --mount=type=cache,target=/root/.cache/uv \
     uv venv --python /usr/bin/python3 "$VIRTUAL_ENV" \
     && uv pip install ${TORCH_BACKEND:+"--torch-backend=$TORCH_BACKEND"} \
-        --requirements pyproject.toml --extra server --extra hub --constraint constraints.txt
-ARG FLASH_ATTN=""
-ARG FLASHINFER=""
-# FlashInfer comes with its kernels compiled: the image that serves has no nvcc. flash-attn is compiled against torch.
-RUN --mount=type=cache,target=/root/.cache/uv \
-    if [ -n "$FLASHINFER" ]; then \
-        uv pip install --constraint constraints.txt "flashinfer-python==$FLASHINFER" "flashinfer-cubin==$FLASHINFER"; \
-    fi \
-    && if [ -n "$FLASH_ATTN" ]; then \
-        uv pip install --constraint constraints.txt ninja packaging setuptools wheel \
-        && uv pip install --constraint constraints.txt --no-build-isolation "flash-attn==$FLASH_ATTN"; \
-    fi
+        --requirements pyproject.toml $(printf -- '--extra %s ' $EXTRAS) --constraint constraints.txt
 COPY README.md LICENSE ./
 COPY client client
 COPY server server

@@ -86,7 +86,7 @@ def build(directory: Path) -> None:
     pip.write_text(f"[global]\ncert = {AUTHORITIES}\n")
     uv.write_text("system-certs = true\n" + ('find-links = ["/wheels"]\n' if wheels else ""))
     mounts = {str(AUTHORITIES): str(AUTHORITIES), str(pip): "/etc/pip.conf", str(uv): "/etc/uv/uv.toml"}
-    arguments = {"DEVICE": "cpu", "CPU": BASE, "CUDA_DEVEL": BASE, "CUDA_RUNTIME": BASE}
+    arguments = {"DEVICE": "cpu", "CPU": BASE, "CUDA": BASE}
     if wheels:
         mounts[wheels] = "/wheels"
         arguments["TORCH_BACKEND"] = ""  # torch is among them
