@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from fleet import ADDRESSES, BY_CONTENT, BY_LOAD, Fleet, call_steadily, image
-from opticnerve import AsyncClient, Embedding
+from opticnerve import AsyncClient, Digest, Embedding
 from opticnerve.errors import DeadlineExceededError
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(600)]
@@ -89,3 +89,15 @@ async def test_repeats_hit_the_store_of_one_server(fleet: Fleet) -> None:
     print(f"{hits[True]} hits of 900, items by server {sorted(shares.values())}")
     assert len(shares) == 3
     assert hits[True] == 750
+
+
+async def test_held_rows_are_fetched_and_released_where_they_are(fleet: Fleet) -> None:
+    fleet.start_envoy()
+    async with AsyncClient(BY_CONTENT) as client:
+        held = [await client.hold([image(number)], ttl=60) for number in range(30)]
+        digests = [one.digest for [one] in held]
+        for digest in digests:
+            assert (await anext(client.encode([Digest(digest)]))).store_hit
+        released = [await client.release([digest]) for digest in digests]
+    assert len({one.instance_id for [one] in held}) == 3
+    assert released == [1] * 30
