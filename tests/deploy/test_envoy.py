@@ -7,60 +7,18 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
 
-import numpy as np
 import pytest
 
-from fleet import BY_CONTENT, BY_LOAD, Fleet
+from fleet import ADDRESSES, BY_CONTENT, BY_LOAD, Fleet, call_steadily, image
 from opticnerve import AsyncClient, Embedding
 from opticnerve.errors import DeadlineExceededError
-from opticnerve_server import cli
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(600)]
 
-CALLERS = 12
-DRAIN = ("--drain-delay", "5")
-ADDRESSES = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
-
-
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    assert cli.main(["make-checkpoint", "--arch", "qwen3_vl", "--out", str(tmp_path / "model")]) == 0
-    fleet = Fleet(tmp_path / "model", tmp_path, "--token-budgets", "64,256", "--store-bytes", "200000000", *DRAIN)
-    try:
-        fleet.start(*ADDRESSES)
-        fleet.start_envoy()
-        yield fleet
-    finally:
-        fleet.close()
-
-
-def image(number: int) -> np.ndarray:
-    """No two numbers have the same pixels."""
-    pixels = np.zeros((64, 64, 3), np.uint8)
-    pixels[0, 0] = np.frombuffer(number.to_bytes(3), np.uint8)
-    return pixels
-
-
-async def call_steadily(
-    port: int, numbers: Iterator[int], on_answer: Callable[[int, Embedding], Awaitable[None] | None] = lambda *_: None
-) -> None:
-    """A call for each number, CALLERS at a time; raises what any of them raises."""
-    async with AsyncClient(f"127.0.0.1:{port}", timeout=30) as client:
-
-        async def caller() -> None:
-            for number in numbers:
-                async for embedding in client.encode([image(number)]):
-                    waiting = on_answer(number, embedding)
-                    if waiting is not None:
-                        await waiting
-
-        await asyncio.gather(*(caller() for _ in range(CALLERS)))
-
 
 async def test_calls_spread_by_load(fleet: Fleet) -> None:
+    fleet.start_envoy()
     started = time.monotonic()
     await call_steadily(BY_LOAD, iter(range(3000)))
     calls = fleet.calls()
@@ -70,6 +28,7 @@ async def test_calls_spread_by_load(fleet: Fleet) -> None:
 
 
 async def test_no_caller_notices_a_server_that_dies_or_leaves_and_a_new_one_gets_calls(fleet: Fleet) -> None:
+    fleet.start_envoy()
     numbers, ended = itertools.count(), asyncio.Event()
     answers = Counter[str]()
     newcomer = {"ready": math.inf, "called": math.inf}
@@ -102,8 +61,9 @@ async def test_no_caller_notices_a_server_that_dies_or_leaves_and_a_new_one_gets
 
 
 async def test_calls_that_expire_count_against_no_server(fleet: Fleet) -> None:
+    fleet.start_envoy()
     expired = 0
-    async with AsyncClient(f"127.0.0.1:{BY_LOAD}") as client:
+    async with AsyncClient(BY_LOAD) as client:
         for number in range(60):
             try:
                 await anext(client.encode([image(number)], timeout=0.01))
@@ -115,6 +75,7 @@ async def test_calls_that_expire_count_against_no_server(fleet: Fleet) -> None:
 
 
 async def test_repeats_hit_the_store_of_one_server(fleet: Fleet) -> None:
+    fleet.start_envoy()
     places: dict[int, set[str]] = {number: set() for number in range(150)}
     hits = Counter[bool]()
 
@@ -122,7 +83,7 @@ async def test_repeats_hit_the_store_of_one_server(fleet: Fleet) -> None:
         places[number].add(embedding.instance_id)
         hits[embedding.store_hit] += 1
 
-    await call_steadily(BY_CONTENT, iter([*range(150)]), on_answer)
+    await call_steadily(BY_CONTENT, iter(range(150)), on_answer)
     await call_steadily(BY_CONTENT, iter([*range(150)] * 5), on_answer)
     shares = Counter(place for [place] in places.values())
     print(f"{hits[True]} hits of 900, items by server {sorted(shares.values())}")
