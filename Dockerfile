@@ -55,10 +55,11 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends ca-certificates python3 \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 10001 --no-create-home --home-dir /cache --shell /usr/sbin/nologin opticnerve \
-    && install -d -o opticnerve -g opticnerve /cache
+    && install -d -m 1777 /cache
 COPY --from=build /opt/opticnerve /opt/opticnerve
 
-# All that is written goes below HOME and to /tmp; both may be mounts of a file system that is otherwise read-only.
+# All that is written goes below HOME and to /tmp. Both may be mounts of a file system that is otherwise read-only, of which
+# some runtimes give a mount the mode of what it covers, but not the owner.
 ENV PATH=/opt/opticnerve/bin:$PATH \
     HOME=/cache \
     PYTHONUNBUFFERED=1 \

@@ -27,7 +27,7 @@ PODMAN = ("podman", "--runtime=runc", "--cgroup-manager=cgroupfs", "--log-level=
 # What the container of a pod may do: no root, no capabilities, and two mounts to write to. It has a network of its own,
 # in which there is nothing else. The limits are what can be set on machines that are containers themselves.
 RUN = (
-    *PODMAN, "run", "--read-only", "--tmpfs=/tmp:rw,mode=1777", "--tmpfs=/cache:rw,mode=1777", "--cap-drop=all",
+    *PODMAN, "run", "--read-only", "--tmpfs=/tmp", "--tmpfs=/cache", "--cap-drop=all",
     "--security-opt=no-new-privileges", "--network=none", "--ulimit=nofile=1024:1024", "--ulimit=nproc=4096:4096",
 )  # fmt: skip
 
@@ -108,6 +108,7 @@ def look_at() -> list[str]:
     assert config["Entrypoint"] == ["opticnerve-server"], "a shell would keep signals from the server"
     found = run(*RUN, "--rm", "--entrypoint=find", IMAGE, "/opt", "/cache", "-name", "*.safetensors", quiet=True)
     assert not found, f"weights in the image: {found}"
+    run(*RUN, "--rm", "--entrypoint=touch", IMAGE, "/tmp/written", "/cache/written")  # Triton's kernels go there
     kind, *check = image["Healthcheck"]["Test"]
     assert kind == "CMD"
     return [str(word) for word in check]

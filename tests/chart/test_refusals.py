@@ -20,6 +20,7 @@ TYPOS = {
     "a source of weights": ("model.source=s3", "must be one of 'claim', 'hub', 'image', 'demo'"),
     "a branch instead of a commit": ("model.hub.revision=main", "does not match pattern"),
     "two scalers": ("autoscaling.keda.enabled=true,autoscaling.hpa.enabled=true", "'not' failed"),
+    "no server that could see a queue": ("autoscaling.minReplicas=0", "minimum: got 0, want 1"),
     "authorities without TLS": ("tls.clientCertificates=true", "minLength: got 0, want 1"),
     "a port": ("ports.grpc=99999", "maximum: got 99,999, want 65,535"),
     "callers that are nobody, which is everybody": ("networkPolicy.callers=null", "callers"),
