@@ -1,4 +1,4 @@
-"""The command line of the server: serve, check, make-checkpoint, soak."""
+"""The command line of the server: serve, check, download, make-checkpoint, soak."""
 
 from __future__ import annotations
 
@@ -61,6 +61,10 @@ def _parser() -> argparse.ArgumentParser:
     env = _command(commands, "collect-env", _collect_env, "print what a bug report should say; no secrets")
     _add_settings(env)
     env.add_argument("--json", action="store_true", help="print JSON")
+    fetch = _command(commands, "download", _download, "fetch what a server reads of a model from the Hugging Face hub")
+    fetch.add_argument("--repository", required=True, metavar="ORG/NAME", help="such as Qwen/Qwen3-VL-8B-Instruct")
+    fetch.add_argument("--revision", required=True, metavar="COMMIT", help="a commit, so that all replicas are equal")
+    fetch.add_argument("--out", required=True, type=Path, metavar="DIR", help="directory to write, which is made")
     make = _command(commands, "make-checkpoint", _make_checkpoint, "write a small checkpoint with random weights")
     make.add_argument("--arch", required=True, help="architecture, such as qwen3_vl")
     make.add_argument("--out", required=True, type=Path, metavar="DIR", help="directory to write, which is made")
@@ -179,6 +183,16 @@ def _soak(options: argparse.Namespace) -> int:
     )
     print(json.dumps(verdict, indent=2))
     return 0 if verdict["passed"] else 1
+
+
+def _download(options: argparse.Namespace) -> int:
+    _need_extra()
+    _need(["huggingface_hub"], "download", "hub")
+    from .models.download import download
+
+    shards = download(options.repository, options.revision, options.out)
+    print(f"wrote {options.out}: {options.repository} at {options.revision}, weights {', '.join(shards)}")
+    return 0
 
 
 def _make_checkpoint(options: argparse.Namespace) -> int:

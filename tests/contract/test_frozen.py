@@ -71,6 +71,7 @@ COMMANDS = {
     "check": {"--config", "--json", *NEGATED},
     "soak": {"--config", "--calls", "--minutes", "--concurrency", "--seed", *NEGATED},
     "collect-env": {"--config", "--json", *NEGATED},
+    "download": {"--repository", "--revision", "--out"},
     "make-checkpoint": {"--arch", "--out", "--seed"},
 }
 """The flags of each command beside those of the settings."""
@@ -121,7 +122,7 @@ def test_flags_of_a_command(command: str, capsys: pytest.CaptureFixture[str]) ->
     assert exit.value.code == 0
     shown = capsys.readouterr().out
     expected = set(COMMANDS[command])
-    if command != "make-checkpoint":
+    if "--config" in expected:
         expected |= {flag for flag, _ in SETTINGS.values()}
     found = {word.strip(",[]") for word in shown.split() if word.startswith(("--", "[--"))}
     assert found - {"--help"} == expected
