@@ -187,6 +187,11 @@ class Engine:
         )
         bounds = {path: graphs.paths[path].capacities or planned for path, planned in loaded.capacities.items()}
         self.batcher = Batcher(self.ledger, tower.planner, bounds)
+        largest = {path: max(capacities, key=lambda c: c.units) for path, capacities in bounds.items() if capacities}
+        self.ledger.batches_hold(
+            tokens=sum(largest[path].units * self._tokens_per_unit[path] for path in largest),
+            items=max(capacity.items for capacity in largest.values()),
+        )
         dispatcher = Dispatcher(
             tower,
             graphs,
@@ -243,6 +248,7 @@ class Engine:
             )
             with self._telling:
                 self._tell(self.ledger.from_device(part.item, progress))
+        self.ledger.computed(finished.execute_s)
         self.counts.add(finished)
         self._batch_tokens.observe(max(run.load.units * self._tokens_per_unit[run.path] for run in finished.runs))
 

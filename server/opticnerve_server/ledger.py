@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -31,7 +31,9 @@ from .messages import (
     Submit,
     TakeOver,
     ToFrontend,
+    TooLate,
 )
+from .pace import Pace
 from .slots import SlotAllocator
 from .store import Lease, Store
 from .types import Dispatched, ItemPlan
@@ -101,6 +103,7 @@ class Item:
     slot: Slot = NOWHERE
     plan: ItemPlan | None = None
     dtype: str = ""
+    granted_at: float = 0.0  # time.monotonic(), to who writes its pixels; as is the next
     submitted_at: float = 0.0
     claims: list[Claim] = field(default_factory=list)
     writer: Claim | None = None  # who writes its pixels
@@ -116,6 +119,10 @@ class Item:
         """The plan of a submitted item."""
         assert self.plan is not None
         return self.plan
+
+    @property
+    def tokens_done(self) -> int:
+        return sum(done.count for done in self.progress)
 
     @property
     def unwanted(self) -> bool:
@@ -153,7 +160,7 @@ class Ledger:
         self.on_device = 0
         """Parts that copies or kernels may be using."""
         self._device_tokens = 0
-        self._drained: deque[tuple[float, int]] = deque(maxlen=256)
+        self._pace = Pace()
 
     def reserve(self, frontend: int, message: Reserve) -> list[Notice]:
         """Slots for all items of a call, or none and why; then what is known already of those that others encode."""
@@ -175,8 +182,10 @@ class Ledger:
                     item = _new_item(request, message.tenant, (self._virtual, number), index)
                     fresh[request.key or index.to_bytes(4, "little")] = item
                 claims.append(self._claim(frontend, message, index, request, item))
-            refused = self._refusal(message, claims, list(fresh.values())) or self._allocate(
-                message.call, list(fresh.values())
+            refused = (
+                self._refusal(message, claims, list(fresh.values()))
+                or self._too_late(message, number, list(fresh.values()))
+                or self._allocate(message.call, list(fresh.values()))
             )
             if refused is not None:
                 for claim in claims:
@@ -199,6 +208,7 @@ class Ledger:
                 return None, []
             item = claim.item
             item.plan, item.dtype, item.submitted_at = message.plan, message.dtype, time.monotonic()
+            self._pace.preparing.add(item.submitted_at - item.granted_at)
             return item, [notice for other in item.claims for notice in _found(other)]
 
     def release(self, frontend: int, call: int, index: int, served: bool = False) -> list[Notice]:
@@ -248,7 +258,7 @@ class Ledger:
                 self._settle(item)
                 return []
             item.progress.append(progress)
-            if sum(done.count for done in item.progress) == item.tokens:
+            if item.tokens_done == item.tokens:
                 item.is_done = True
                 self._free_pixels(item)
             notices = [progress.told_to(claim) for claim in item.claims]
@@ -262,6 +272,16 @@ class Ledger:
             notices = [] if item.failed else self._fail(item, item.claims, reason, message, retry_after)
             self._settle(item)
             return notices
+
+    def batches_hold(self, tokens: int, items: int) -> None:
+        """What a full batch is made of."""
+        with self._lock:
+            self._pace.batch_tokens, self._pace.batch_items = tokens, items
+
+    def computed(self, seconds: float) -> None:
+        """The device has worked at a batch for so long."""
+        with self._lock:
+            self._pace.computing.add(seconds)
 
     def occupancy(self) -> Occupancy:
         """What is inside now, the store left out."""
@@ -316,6 +336,25 @@ class Ledger:
                 return Refused(message.call, resource, amount, limit, retry_after=self._time_to_half())
         return None
 
+    def _too_late(self, message: Reserve, number: int, fresh: list[Item]) -> TooLate | None:
+        """Why not even the new items of a call will be there by its deadline. Rows that others wait for, or hold, may
+        be there any moment.
+        """
+        own, left = sum(item.tokens for item in fresh), message.deadline - time.monotonic()
+        most = self._pace.time_to_answer(self._used["tokens"] + own, self._used["items"] + len(fresh), busy=False)
+        if not fresh or most is None or most <= left:
+            return None  # as a rule; to look at all items may take a millisecond
+        order = self._start(message.tenant), number
+        inside = {claim.item for claim in self._claims.values()}
+        ahead = [item for item in inside if item.order < order and not item.is_done and not item.failed]
+        tokens = own + sum(item.tokens - item.tokens_done for item in ahead)
+        needed = self._pace.time_to_answer(tokens, len(ahead) + len(fresh), busy=self.on_device > 0)
+        return None if needed is None or needed <= left else TooLate(message.call, needed, left)
+
+    def _start(self, tenant: str) -> float:
+        """Where in the order of tokens a call that comes now starts, see `_admit`."""
+        return max(self._virtual, self._finishes[tenant])
+
     def _charge(self, tenant: str, resource: str, amount: int) -> None:
         """Count in or, below zero, out."""
         self._used[resource] += amount
@@ -356,11 +395,11 @@ class Ledger:
         al., 1996): a call starts, in tokens, where its tenant's last one ends, or where the device is now if that is
         later, and the call that starts first goes first.
         """
-        start = max(self._virtual, self._finishes[tenant])
+        start = self._start(tenant)
         self._finishes[tenant] = start + sum(item.tokens for item in fresh)
         for item in fresh:
             item.order = (start, number)
-            item.writer = item.claims[0]
+            item.writer, item.granted_at = item.claims[0], time.monotonic()
             if item.key:
                 self._named[item.key] = item
             self._charge(tenant, "tokens", item.tokens)
@@ -389,6 +428,7 @@ class Ledger:
         """Who was to write the pixels is gone: the next who has the media does, else nobody can."""
         item.writer = next((claim for claim in item.claims if not claim.fetch), None)
         if item.writer is not None:
+            item.granted_at = time.monotonic()
             return [(item.writer.frontend, TakeOver(item.writer.call, item.writer.index))]
         return self._fail(item, item.claims, "NOT_CACHED", ORPHANED)
 
@@ -403,7 +443,7 @@ class Ledger:
         return [(claim.frontend, Failed(claim.call, claim.index, reason, message, retry_after)) for claim in told]
 
     def _leave_device(self, item: Item, rows: int) -> None:
-        self._drained.append((time.monotonic(), rows))
+        self._pace.drained(rows)
         item.on_device -= 1
         self.on_device -= 1
         if not item.on_device:
@@ -444,12 +484,7 @@ class Ledger:
             self._settle(item)
 
     def _time_to_half(self) -> float:
-        """Seconds until half of the queued tokens are done at the rate of the last batches, between 0.1 and 5."""
-        if len(self._drained) < 2:
-            return 1.0
-        elapsed = time.monotonic() - self._drained[0][0]
-        rate = sum(tokens for _, tokens in self._drained) / max(elapsed, 1e-3)
-        return min(5.0, max(0.1, self._used["tokens"] / 2 / max(rate, 1.0)))
+        return self._pace.time_to_half(self._used["tokens"])
 
 
 def _new_item(request: ItemRequest, tenant: str, order: tuple[float, int], index: int) -> Item:
