@@ -509,7 +509,7 @@ def test_a_flood_of_one_tenant_leaves_room_for_another() -> None:
     assert sum(take(100 + call, "b") for call in range(50)) == 8
     for call in range(40):
         books.release(0, call, 0)
-    assert not books._used_by.keys() - {"b"}
+    assert not books._shares._used_by.keys() - {"b"}
     assert sum(take(200 + call, "a") for call in range(50)) > 20
     assert sum(take(300 + call, "") for call in range(50)) > 0
 
