@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fake_engine import FakeEngine
 from fake_planner import FakePlanner
+from opticnerve.channel import Tls
 from opticnerve.v1 import encoder_pb2 as pb
 from opticnerve.v1 import encoder_pb2_grpc as pb_grpc
 from opticnerve_server import messages
@@ -51,6 +52,7 @@ class Harness:
     control: socket.socket
     run: asyncio.Task[int]
     channel: grpc.aio.Channel
+    address: str
 
     @property
     def stub(self) -> pb_grpc.EncoderServiceAsyncStub:
@@ -81,14 +83,22 @@ async def serving(
     ready: bool = True,
     exit_code: int = 0,
     open_model: Callable[[Config], Model] | None = None,
+    engine_class: type[FakeEngine] = FakeEngine,
     channel_options: Sequence[tuple[str, int]] = (),
+    tls: Tls | None = None,
     **settings: object,
 ) -> AsyncIterator[Harness]:
     """A harness that serves, or with ready=False one that was told nothing yet. At the end every slot is back."""
-    defaults = {"frontends": 1, "preprocess_threads": 2, "max_queue_bytes": 32 << 20, "max_request_bytes": 16 << 20}
+    defaults = {
+        "frontends": 1,
+        "preprocess_threads": 2,
+        "max_queue_bytes": 32 << 20,
+        "max_request_bytes": 16 << 20,
+        "store_bytes": 0,
+    }
     config = Config(model="tiny", **(defaults | settings))  # type: ignore[arg-type]
     control, theirs = messages.socket_pair()
-    with closing(FakeEngine(FakePlanner.layout.width, config.max_queue_bytes)) as engine, control:
+    with closing(engine_class(FakePlanner.layout.width, config.arena_bytes)) as engine, control:
         frontend = Frontend(
             config,
             theirs,
@@ -100,8 +110,13 @@ async def serving(
         port = await frontend.start("127.0.0.1:0")
         run = asyncio.create_task(frontend.run())
         try:
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", channel_options) as channel:
-                harness = Harness(engine, frontend, control, run, channel)
+            address = f"127.0.0.1:{port}"
+            if tls is None:
+                opened = grpc.aio.insecure_channel(address, channel_options)
+            else:
+                opened = grpc.aio.secure_channel(address, tls.credentials(), channel_options)
+            async with opened as channel:
+                harness = Harness(engine, frontend, control, run, channel, address)
                 if ready:
                     harness.tell(READY, PhaseChange(Phase.READY))
                     await harness.until_serving()
@@ -118,7 +133,7 @@ async def serving(
 def leftover_tasks() -> list[str]:
     """Tasks of the request path that are still alive."""
     names = [getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks()]
-    return [name for name in names if name.startswith(("EncoderService", "Admission", "Preprocessor"))]
+    return [name for name in names if name.startswith(("EncoderService", "Call", "Admission", "Preprocessor"))]
 
 
 async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
@@ -144,10 +159,10 @@ class Gate:
         self.open = threading.Event()
 
     def before(self, function: Callable[..., object]) -> Callable[..., object]:
-        def waiting(*args: object) -> object:
+        def waiting(*args: object, **options: object) -> object:
             self.inside += 1
             assert self.open.wait(10)
-            return function(*args)
+            return function(*args, **options)
 
         return waiting
 

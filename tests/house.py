@@ -11,7 +11,7 @@ from fake_tower import FakeTower, expected
 from opticnerve_server.batcher import Batch, Batcher, Failure, Part
 from opticnerve_server.dispatcher import Dispatcher, Finished
 from opticnerve_server.graphs import GraphManager, plan_capacities
-from opticnerve_server.ledger import Item, Ledger
+from opticnerve_server.ledger import Item, Ledger, Progress
 from opticnerve_server.messages import Granted, ItemRequest, Reserve, Submit
 from opticnerve_server.models.base import ImageItem
 from opticnerve_server.runner import Runner
@@ -78,6 +78,7 @@ class House:
         self.rows: dict[int, np.ndarray] = {}
         self.media: dict[int, np.ndarray] = {}
         self.calls = 0
+        self.call_of: dict[Item, int] = {}
         self.tower.forwards.clear()
 
     def submit(self, height: int, width: int, *, dtype: str = "float32", deadline: float = 1e12) -> Item:
@@ -85,16 +86,19 @@ class House:
         media = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
         plan = self.tower.planner.plan(ImageItem(height, width))
         request = ItemRequest(plan.tokens, 0, plan.pixel_bytes, plan.tokens * 2 * 4)
-        granted = self.ledger.reserve(0, Reserve(self.calls, [0], [request]))
+        ((_, granted),) = self.ledger.reserve(0, Reserve(self.calls, [0], [request], deadline))
         assert isinstance(granted, Granted)
-        slot = granted.slots[0]
-        self.tower.planner.fill_pixels(media, plan, self.slots[slot.start : slot.rows].numpy())
-        item = self.ledger.submit(0, Submit(self.calls, 0, plan, dtype, deadline))
+        item, _ = self.ledger.submit(0, Submit(self.calls, 0, plan, dtype))
         assert item is not None
+        self.tower.planner.fill_pixels(media, plan, self.pixels(item).numpy())
+        self.call_of[item] = self.calls
         self.media[self.calls] = media
         self.calls += 1
         self.batcher.put(item)
         return item
+
+    def pixels(self, item: Item) -> torch.Tensor:
+        return self.slots[item.slot.pixels : item.slot.pixels + item.placed.pixel_bytes]
 
     def take(self) -> Batch:
         batch = self.batcher.take(self.runner.land, lambda: None)
@@ -130,19 +134,25 @@ class House:
     def _finished(self, finished: Finished) -> None:
         self.finished.append(finished)
         for result in finished.results:
-            item = result.part.item
-            if result.failure is None and self.ledger.from_device(item, result.part.plan.tokens):
+            part, item = result.part, result.part.item
+            self.pixels(item)[:] = 255
+            if result.failure is None and self.ledger.from_device(item, Progress(part.first_row, part.plan.tokens, [])):
                 raw = self.slots[item.slot.rows : item.slot.end].numpy()
                 dtype = {"float32": np.float32, "float16": np.float16}[item.dtype]
                 count = item.placed.tokens * 2
-                self.rows[item.call] = raw[: count * dtype().itemsize].copy().view(dtype).reshape(-1, 2)
-            self.slots[item.slot.start : item.slot.end] = 255
+                self.rows[self.call_of[item]] = raw[: count * dtype().itemsize].copy().view(dtype).reshape(-1, 2)
+                self.slots[item.slot.rows : item.slot.end] = 255
+
+    def failures(self) -> dict[int, object]:
+        """By call, None for those that have rows."""
+        results = [result for finished in self.finished for result in finished.results]
+        return {self.call_of[result.part.item]: result.failure for result in results}
 
     def _fail(self, part: Part, failure: Failure) -> None:
-        self.ledger.fail(part.item)
-        self.ledger.from_device(part.item, 0)
-        assert part.item.call not in self.failed, "an item of one part fails once"
-        self.failed[part.item.call] = failure
+        call = self.call_of[part.item]
+        assert call not in self.failed, "an item of one part fails once"
+        self.failed[call] = failure
+        self.ledger.fail(part.item, *failure)
 
     def check(self, call: int) -> None:
         plan = self.tower.planner.plan(ImageItem(*self.media[call].shape[:2]))

@@ -27,6 +27,10 @@ WAIT_S = 120.0
 """No wait of these tests takes a tenth of this on an idle machine."""
 
 
+DEFAULTS = ("--device", "cpu", "--drain-delay", "0", "--store-bytes", "0")
+"""Unless a test says otherwise, equal items are encoded as often as they come."""
+
+
 def eventually(condition: Callable[[], Any], seconds: float = WAIT_S) -> Any:
     """The first true result of `condition`."""
     until = time.monotonic() + seconds
@@ -47,7 +51,7 @@ class RunningServer:
         ports = [
             word for port in ("listen", "health-listen", "metrics-listen") for word in (f"--{port}", "127.0.0.1:0")
         ]
-        command = [*program, "serve", "--model", model, "--device", "cpu", "--drain-delay", "0", *ports, *flags]
+        command = [*program, "serve", "--model", model, *DEFAULTS, *ports, *flags]
         with self._log.open("w") as log:
             variables = os.environ | {"TMPDIR": str(self.temporary)} | environment
             self.process = subprocess.Popen(command, env=variables, stdout=log)

@@ -6,14 +6,17 @@
         for embedding in client.encode(["cat.jpg", "dog.png"]):
             print(embedding.grid, embedding.array.shape, embedding.outcome)
 
-Beside images `encode` takes `Video("clip.mp4")`, `Frames(images, fps=2)` and `Patches(processed)`. `AsyncClient` is the
-same for asyncio. Errors are in `opticnerve.errors`, the wire messages in `opticnerve.v1`. This
-package imports neither torch nor PIL.
+Beside images `encode` takes `Video("clip.mp4")`, `Frames(images, fps=2)`, `Patches(processed)` and `Digest(sha256)`,
+which names what the server may have encoded before. `hold` has it encode and keep. `AsyncClient` is the same for
+asyncio. Errors are in `opticnerve.errors`, the wire messages in `opticnerve.v1`. This package imports neither torch nor
+PIL.
 """
 
+from opticnerve.channel import Tls
 from opticnerve.client import AsyncClient
 from opticnerve.errors import OpticnerveError, ProtocolError, ServerError
 from opticnerve.media import (
+    Digest,
     FileSource,
     Frames,
     ImageSource,
@@ -25,16 +28,18 @@ from opticnerve.media import (
     digest,
 )
 from opticnerve.sync import Client
-from opticnerve.tensors import Dispatch, Embedding, Grid, ItemPlan, Span, Timings
+from opticnerve.tensors import Dispatch, Embedding, Grid, Held, ItemPlan, Span, Timings
 
 __all__ = [
     "AsyncClient",
     "Client",
+    "Digest",
     "Dispatch",
     "Embedding",
     "FileSource",
     "Frames",
     "Grid",
+    "Held",
     "ImageSource",
     "ItemPlan",
     "MediaSource",
@@ -45,6 +50,7 @@ __all__ = [
     "SizeSource",
     "Span",
     "Timings",
+    "Tls",
     "Video",
     "VideoSize",
     "digest",

@@ -7,6 +7,9 @@ connection that died silently is noticed after hours; a channel sends all its ca
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc
@@ -54,21 +57,50 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """An encrypted connection. All files are PEM, and read when a connection is made.
+
+    Args:
+        ca: the authorities that sign servers' certificates; None for those that gRPC comes with.
+        cert, key: certificate chain and key to show to a server that asks for them; both or none.
+    """
+
+    ca: str | PathLike[str] | None = None
+    cert: str | PathLike[str] | None = None
+    key: str | PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("a certificate and its key go together: give cert and key, or neither")
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Raises OSError for a file that cannot be read."""
+        ca, key, cert = (None if path is None else Path(path).read_bytes() for path in (self.ca, self.key, self.cert))
+        return grpc.ssl_channel_credentials(ca, key, cert)
+
+
 class Connection:
     """One channel and the stubs on it. Belongs to the event loop that runs when it is made.
 
     With `wait_until_ready`, calls go to servers whose health service says SERVING, and wait for one within their
     deadline. Without it, health is not asked: a call fails at once where no server listens, and reaches a server that
     is still loading, which answers why it refuses.
+
+    `metadata` goes with every call of `encoder`: it carries `token`. `tls` None is plaintext, the token too.
     """
 
-    def __init__(self, server: str, *, wait_until_ready: bool) -> None:
+    def __init__(self, server: str, *, wait_until_ready: bool, tls: Tls | None = None, token: str = "") -> None:
         config = dict(SERVICE_CONFIG)
         if not wait_until_ready:
             del config["healthCheckConfig"]
             config["methodConfig"] = [{**method, "waitForReady": False} for method in config["methodConfig"]]
         options = [*CHANNEL_OPTIONS, ("grpc.service_config", json.dumps(config))]
-        self._channel = grpc.aio.insecure_channel(server, options=options)
+        if tls is None:
+            self._channel = grpc.aio.insecure_channel(server, options=options)
+        else:
+            self._channel = grpc.aio.secure_channel(server, tls.credentials(), options=options)
+        self.metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self.encoder = cast("EncoderServiceAsyncStub", encoder_pb2_grpc.EncoderServiceStub(self._channel))
         self._health = health_pb2_grpc.HealthStub(self._channel)
 

@@ -19,6 +19,7 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 from safetensors.numpy import save
 
+from opticnerve.channel import Tls
 from opticnerve.client import DEFAULT_SERVER, DEFAULT_TIMEOUT_S
 from opticnerve.errors import OpticnerveError, ServerError
 from opticnerve.media import MAX_SIZE, MediaSource, SizeSource, Video, VideoSize
@@ -35,12 +36,17 @@ _VIDEO_SUFFIXES = {".mp4", ".m4v", ".mov", ".webm", ".mkv"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; `argv` without the program's name, by default the process's. Returns the exit code."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if (args.tls_cert is None) != (args.tls_key is None):
+        parser.error("--tls-cert and --tls-key go together: give both or neither")
     try:
-        with Client(args.server, timeout=args.timeout, wait_until_ready=False) as client:
+        token = args.token_file.read_text(encoding="ascii").strip() if args.token_file else ""
+        tls = Tls(args.tls_ca, args.tls_cert, args.tls_key) if args.tls or args.tls_ca or args.tls_cert else None
+        with Client(args.server, timeout=args.timeout, wait_until_ready=False, tls=tls, token=token) as client:
             code: int = args.run(client, args)
             return code
-    except (OpticnerveError, OSError) as error:
+    except (OpticnerveError, OSError, UnicodeDecodeError) as error:
         print(f"opticnerve: {error}", file=sys.stderr)
         return 1
 
@@ -52,6 +58,17 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument(
         "--timeout", type=_seconds, default=DEFAULT_TIMEOUT_S, help="seconds for each call (default: %(default)s)"
     )
+    common.add_argument(
+        "--token-file", type=_existing_file, metavar="FILE", help="file with the token to call with, and nothing else"
+    )
+    common.add_argument("--tls", action="store_true", help="encrypt, and trust the authorities that gRPC comes with")
+    common.add_argument(
+        "--tls-ca", type=_existing_file, metavar="FILE", help="encrypt, and trust these authorities, PEM"
+    )
+    common.add_argument(
+        "--tls-cert", type=_existing_file, metavar="FILE", help="encrypt, and show this certificate chain, PEM"
+    )
+    common.add_argument("--tls-key", type=_existing_file, metavar="FILE", help="key of --tls-cert, PEM")
     parser = argparse.ArgumentParser(prog="opticnerve", description="Calls an Opticnerve server.")
     commands = parser.add_subparsers(required=True, metavar="encode|plan|info|health")
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, TypeVar, overload
 
 import grpc.aio
 
-from opticnerve.channel import SERVICE, Connection, to_server_error
+from opticnerve.channel import SERVICE, Connection, Tls, to_server_error
 from opticnerve.errors import (
     DeadlineExceededError,
     ImageInvalidError,
@@ -23,7 +23,7 @@ from opticnerve.errors import (
 )
 from opticnerve.media import MediaSource, SizeSource, to_items, to_media_size
 from opticnerve.retry import Patience
-from opticnerve.tensors import DtypeName, Embedding, ItemPlan, Receiver, to_wire_dtype
+from opticnerve.tensors import DtypeName, Embedding, Held, ItemPlan, Receiver, to_wire_dtype
 from opticnerve.v1 import encoder_pb2 as pb
 
 DEFAULT_SERVER = "127.0.0.1:50051"
@@ -45,6 +45,8 @@ class AsyncClient:
             fails with the reason: UnavailableError where nothing listens, LoadingError, CapturingGraphsError and so on.
         model: refuse servers of another model (ModelNotLoadedError); "" takes any.
         fingerprint: refuse to encode where embeddings do not fit this one (FingerprintMismatchError); "" takes any.
+        tls: how to encrypt; None for plaintext. Raises OSError, in the first call, for files that cannot be read.
+        token: bearer token for servers that ask for one.
 
     Every call raises ServerError, by leaf (`opticnerve.errors`), and ProtocolError.
     """
@@ -57,8 +59,12 @@ class AsyncClient:
         wait_until_ready: bool = True,
         model: str = "",
         fingerprint: str = "",
+        tls: Tls | None = None,
+        token: str = "",
     ) -> None:
         self._server = server
+        self._tls = tls
+        self._token = token
         self._timeout = timeout
         self._wait_until_ready = wait_until_ready
         self._model = model
@@ -115,21 +121,83 @@ class AsyncClient:
         RequestTooLargeError likewise, once the limit is known (`info` tells it, and so does the first refusal).
         """
         patience = self._patience(timeout)
-        request = pb.EncodeRequest(model=self._model, fingerprint=self._fingerprint, dtype=to_wire_dtype(dtype))
-        request.items.extend(await asyncio.to_thread(to_items, items))
-        if oversize := self._oversize(request.ByteSize()):
-            raise oversize
-        early: dict[int, Embedding | ServerError] = {}
+        request = await self._request(items, dtype)
+        early: dict[int, Embedding | Held | ServerError] = {}
         turn = 0
         async with aclosing(self._answers(request, dtype, patience)) as answers:
-            async for index, answer in answers:
-                early[index] = answer
+            async for index, arrived in answers:
+                early[index] = arrived
                 while turn in early:
                     answer = early.pop(turn)
                     turn += 1
                     if isinstance(answer, ServerError) and not return_errors:
                         raise answer
+                    assert not isinstance(answer, Held)
                     yield answer
+
+    @overload
+    async def hold(
+        self,
+        items: Iterable[MediaSource],
+        *,
+        ttl: float | None = ...,
+        reads: int = ...,
+        dtype: DtypeName = ...,
+        timeout: float | None = ...,
+        return_errors: Literal[False] = ...,
+    ) -> list[Held]: ...
+
+    @overload
+    async def hold(
+        self,
+        items: Iterable[MediaSource],
+        *,
+        ttl: float | None = ...,
+        reads: int = ...,
+        dtype: DtypeName = ...,
+        timeout: float | None = ...,
+        return_errors: bool,
+    ) -> list[Held | ServerError]: ...
+
+    async def hold(
+        self,
+        items: Iterable[MediaSource],
+        *,
+        ttl: float | None = None,
+        reads: int = 0,
+        dtype: DtypeName = "bfloat16",
+        timeout: float | None = None,
+        return_errors: bool = False,
+    ) -> list[Any]:
+        """Lets the server encode `items` and keep their rows under leases; returns as soon as all are planned.
+
+        Whoever has an item's digest fetches its rows with `encode([Digest(held.digest)])` and the same `dtype`, at
+        `held.address`; a fetch waits for what is still being encoded. A lease lasts `ttl` seconds (None: as long as the
+        server likes), or until `reads` fetches took all rows, where that is not 0; `release` ends it early.
+
+        Errors are those of `encode`; StoreFullError where the server cannot promise more. An item that turns out to be
+        broken while it is encoded is not known here: its fetches fail with NotCachedError.
+        """
+        patience = self._patience(timeout)
+        request = await self._request(items, dtype)
+        request.delivery.hold.reads = reads
+        if ttl is not None:
+            request.delivery.hold.ttl.FromNanoseconds(round(ttl * 1e9))
+        answers: dict[int, Embedding | Held | ServerError] = {}
+        async with aclosing(self._answers(request, dtype, patience)) as arriving:
+            async for index, answer in arriving:
+                if isinstance(answer, ServerError) and not return_errors:
+                    raise answer
+                answers[index] = answer
+        return [answers[index] for index in range(len(request.items))]
+
+    async def release(self, digests: Iterable[bytes], *, timeout: float | None = None) -> int:
+        """Ends a lease on the rows of each of `digests`; returns how many there were."""
+        patience = self._patience(timeout)
+        request = pb.ReleaseRequest(digests=digests)
+        connection = self._connection(self._wait_until_ready)
+        call = connection.encoder.Release(request, timeout=patience.left(), metadata=connection.metadata)
+        return (await self._result(call, patience, waited=self._wait_until_ready)).released
 
     @overload
     async def plan(
@@ -158,8 +226,8 @@ class AsyncClient:
             request = pb.PlanItemsRequest(model=self._model)
             for index, header_bytes in asked.items():
                 request.items.append(await asyncio.to_thread(to_media_size, sources[index], header_bytes, index))
-            stub = self._connection(self._wait_until_ready).encoder
-            call = stub.PlanItems(request, timeout=patience.left())
+            connection = self._connection(self._wait_until_ready)
+            call = connection.encoder.PlanItems(request, timeout=patience.left(), metadata=connection.metadata)
             response = await self._result(call, patience, waited=self._wait_until_ready)
             if len(response.items) != len(asked):
                 raise ProtocolError(f"the server answers {len(response.items)} of {len(asked)} sizes")
@@ -199,22 +267,33 @@ class AsyncClient:
     def _patience(self, timeout: float | None) -> Patience:
         return Patience(self._timeout if timeout is None else timeout)
 
+    async def _request(self, items: Iterable[MediaSource], dtype: DtypeName) -> pb.EncodeRequest:
+        """The request of a call. Raises what `encode` raises before anything is sent."""
+        request = pb.EncodeRequest(model=self._model, fingerprint=self._fingerprint, dtype=to_wire_dtype(dtype))
+        request.items.extend(await asyncio.to_thread(to_items, items))
+        if oversize := self._oversize(request.ByteSize()):
+            raise oversize
+        return request
+
     def _connection(self, wait_until_ready: bool) -> Connection:
         if self._closed:
             raise RuntimeError("the client is closed")
         if wait_until_ready not in self._connections:
-            self._connections[wait_until_ready] = Connection(self._server, wait_until_ready=wait_until_ready)
+            self._connections[wait_until_ready] = Connection(
+                self._server, wait_until_ready=wait_until_ready, tls=self._tls, token=self._token
+            )
         return self._connections[wait_until_ready]
 
     async def _answers(
         self, request: pb.EncodeRequest, dtype: str, patience: Patience
-    ) -> AsyncGenerator[tuple[int, Embedding | ServerError], None]:
+    ) -> AsyncGenerator[tuple[int, Embedding | Held | ServerError], None]:
         """Yields index and answer of each item as it finishes; sends the unanswered again when that may help."""
         unanswered = dict(enumerate(request.items))
         while unanswered:
             sent = list(unanswered)
             try:
-                async with aclosing(self._attempt(request, Receiver(sent, dtype), patience)) as answers:
+                receiver = Receiver(sent, dtype, held=request.delivery.HasField("hold"))
+                async with aclosing(self._attempt(request, receiver, patience)) as answers:
                     async for index, answer in answers:
                         del unanswered[index]
                         yield index, answer
@@ -230,13 +309,18 @@ class AsyncClient:
                 await asyncio.sleep(pause)
             if len(unanswered) < len(sent):
                 request = pb.EncodeRequest(
-                    model=request.model, fingerprint=request.fingerprint, dtype=request.dtype, items=unanswered.values()
+                    model=request.model,
+                    fingerprint=request.fingerprint,
+                    items=unanswered.values(),
+                    dtype=request.dtype,
+                    delivery=request.delivery if request.HasField("delivery") else None,
                 )
 
     async def _attempt(
         self, request: pb.EncodeRequest, receiver: Receiver, patience: Patience
-    ) -> AsyncGenerator[tuple[int, Embedding | ServerError], None]:
-        call = self._connection(self._wait_until_ready).encoder.Encode(request, timeout=patience.left())
+    ) -> AsyncGenerator[tuple[int, Embedding | Held | ServerError], None]:
+        connection = self._connection(self._wait_until_ready)
+        call = connection.encoder.Encode(request, timeout=patience.left(), metadata=connection.metadata)
         try:
             async for message in call:
                 answer = receiver.receive(message)
@@ -274,8 +358,10 @@ class AsyncClient:
         return failure
 
     async def _ask_info(self, timeout: float | None) -> pb.GetServerInfoResponse:
-        stub = self._connection(wait_until_ready=False).encoder
-        info = await stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout)
+        connection = self._connection(wait_until_ready=False)
+        info = await connection.encoder.GetServerInfo(
+            pb.GetServerInfoRequest(), timeout=timeout, metadata=connection.metadata
+        )
         self._max_request_bytes = info.limits.max_request_bytes
         return info
 

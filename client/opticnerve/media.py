@@ -79,6 +79,19 @@ class Patches:
 
 
 @dataclass(frozen=True, slots=True)
+class Digest:
+    """Media that the server may have encoded already, by their `digest`. Of a video the sampling must be the same as
+    when it was sent.
+    """
+
+    sha256: bytes
+    sample_fps: float | None = None
+    num_frames: int | None = None
+    min_frames: int | None = None
+    max_frames: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class VideoSize:
     """What a plan of a video needs: how many frames it has, how many of them a second, their size in pixels. Sampling
     is that of `Frames`.
@@ -94,7 +107,7 @@ class VideoSize:
     max_frames: int | None = None
 
 
-MediaSource: TypeAlias = "ImageSource | Video | Frames | Patches"
+MediaSource: TypeAlias = "ImageSource | Video | Frames | Patches | Digest"
 """One item to encode: an image, or a value that says what else it is."""
 
 SizeSource: TypeAlias = "tuple[int, int] | VideoSize | FileSource"
@@ -103,7 +116,7 @@ SizeSource: TypeAlias = "tuple[int, int] | VideoSize | FileSource"
 
 def to_items(sources: Iterable[MediaSource]) -> list[pb.Item]:
     """The items of `sources`; reads the files among them. Raises ValueError, TypeError or OSError naming the item."""
-    single = (str, os.PathLike, np.ndarray, *_BYTES, Video, Frames, Patches)
+    single = (str, os.PathLike, np.ndarray, *_BYTES, Video, Frames, Patches, Digest)
     if isinstance(sources, single) or _is_instance("PIL.Image", "Image", sources):
         raise TypeError("items is one item; put it into a list")
     return [_to_item(source, f"item {index}") for index, source in enumerate(sources)]
@@ -156,6 +169,9 @@ def _to_item(source: MediaSource, name: str) -> pb.Item:
         frames = [_to_frame(frame, f"{name}: frame {index}") for index, frame in enumerate(source.frames)]
         sampling = _sampling(source, source.sample_fps)
         return pb.Item(frame_list=pb.FrameList(frames=frames, fps=source.fps, sampling=sampling))
+    if isinstance(source, Digest):
+        sampling = _sampling(source, source.sample_fps)
+        return pb.Item(digest=pb.Digest(sha256=source.sha256, sampling=sampling))
     if isinstance(source, Patches):
         tensors = [_to_tensor(key, tensor, name) for key, tensor in source.tensors.items()]
         return pb.Item(patches=pb.Patches(tensors=tensors))
@@ -226,7 +242,7 @@ def _from_torch(tensor: Any) -> Any:
     return tensor.numpy()
 
 
-def _sampling(source: Video | Frames | VideoSize, fps: float | None) -> pb.Sampling:
+def _sampling(source: Video | Frames | Digest | VideoSize, fps: float | None) -> pb.Sampling:
     return pb.Sampling(
         fps=fps, num_frames=source.num_frames, min_frames=source.min_frames, max_frames=source.max_frames
     )

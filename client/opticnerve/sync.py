@@ -9,10 +9,11 @@ from threading import Thread
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, overload
 
+from opticnerve.channel import Tls
 from opticnerve.client import DEFAULT_SERVER, DEFAULT_TIMEOUT_S, AsyncClient
 from opticnerve.errors import ServerError
 from opticnerve.media import MediaSource, SizeSource
-from opticnerve.tensors import DtypeName, Embedding, ItemPlan
+from opticnerve.tensors import DtypeName, Embedding, Held, ItemPlan
 from opticnerve.v1 import encoder_pb2 as pb
 
 T = TypeVar("T")
@@ -33,9 +34,17 @@ class Client:
         wait_until_ready: bool = True,
         model: str = "",
         fingerprint: str = "",
+        tls: Tls | None = None,
+        token: str = "",
     ) -> None:
         self._client = AsyncClient(
-            server, timeout=timeout, wait_until_ready=wait_until_ready, model=model, fingerprint=fingerprint
+            server,
+            timeout=timeout,
+            wait_until_ready=wait_until_ready,
+            model=model,
+            fingerprint=fingerprint,
+            tls=tls,
+            token=token,
         )
         self._stop = asyncio.Event()
         started: Future[asyncio.AbstractEventLoop] = Future()
@@ -102,6 +111,48 @@ class Client:
         finally:
             if self._thread.is_alive():
                 self._run(end())
+
+    @overload
+    def hold(
+        self,
+        items: Iterable[MediaSource],
+        *,
+        ttl: float | None = ...,
+        reads: int = ...,
+        dtype: DtypeName = ...,
+        timeout: float | None = ...,
+        return_errors: Literal[False] = ...,
+    ) -> list[Held]: ...
+
+    @overload
+    def hold(
+        self,
+        items: Iterable[MediaSource],
+        *,
+        ttl: float | None = ...,
+        reads: int = ...,
+        dtype: DtypeName = ...,
+        timeout: float | None = ...,
+        return_errors: bool,
+    ) -> list[Held | ServerError]: ...
+
+    def hold(
+        self,
+        items: Iterable[MediaSource],
+        *,
+        ttl: float | None = None,
+        reads: int = 0,
+        dtype: DtypeName = "bfloat16",
+        timeout: float | None = None,
+        return_errors: bool = False,
+    ) -> list[Any]:
+        """As `AsyncClient.hold`."""
+        call = self._client.hold(items, ttl=ttl, reads=reads, dtype=dtype, timeout=timeout, return_errors=return_errors)
+        return self._run(call)
+
+    def release(self, digests: Iterable[bytes], *, timeout: float | None = None) -> int:
+        """As `AsyncClient.release`."""
+        return self._run(self._client.release(digests, timeout=timeout))
 
     @overload
     def plan(

@@ -180,19 +180,35 @@ class Embedding:
         return torch.from_numpy(self.array)
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Rows that a server keeps under a lease, to be fetched by their digest."""
+
+    plan: ItemPlan
+    hidden: int
+    deepstack_levels: int
+    digest: bytes  # SHA-256 of the canonical media: what `Digest` takes
+    address: str  # of the very server that holds them
+    expires_in: float  # seconds from the answer on
+    store_hit: bool  # nothing had to be encoded for this item
+    instance_id: str
+
+
 class Receiver:
     """Puts the messages of one Encode call together, and holds the server to the wire contract.
 
-    `indices` are the caller's positions of the items of the request, in its order.
+    `indices` are the caller's positions of the items of the request, in its order. With `held` the answers are Held and
+    have no rows, else Embeddings.
     """
 
-    def __init__(self, indices: Sequence[int], dtype: str) -> None:
+    def __init__(self, indices: Sequence[int], dtype: str, *, held: bool = False) -> None:
         self._indices = indices
         self._dtype = dtype
+        self._held = held
         self._unanswered = set(range(len(indices)))
-        self._rows: _Rows | None = None
+        self._rows: _Rows | _NoRows | None = None
 
-    def receive(self, message: pb.EncodeResponse) -> tuple[int, Embedding | ServerError] | None:
+    def receive(self, message: pb.EncodeResponse) -> tuple[int, Embedding | Held | ServerError] | None:
         """Takes the next message; returns the caller's position and the answer when it ends an item.
 
         Raises ProtocolError when the message is against the contract.
@@ -203,11 +219,12 @@ class Receiver:
         index = self._indices[position]
         if self._rows is not None and self._rows.index != index:
             raise ProtocolError(f"item {index}: {event} arrives before item {self._rows.index} is finished")
-        answer: Embedding | ServerError
+        answer: Embedding | Held | ServerError
         if event == "failed":
             answer = from_item(message.failed, index)
         elif event == "started" and self._rows is None:
-            self._rows = _Rows(index, message.started, self._dtype)
+            begin = _NoRows if self._held else _Rows
+            self._rows = begin(index, message.started, self._dtype)
             return None
         elif event == "chunk" and self._rows is not None:
             self._rows.add(message.chunk)
@@ -273,6 +290,32 @@ class _Rows:
             timings=_to_timings(finished.durations),
             store_hit=finished.store_hit,
             instance_id=self._started.instance_id,
+        )
+
+
+class _NoRows:
+    """An item that is held: its rows do not come."""
+
+    def __init__(self, index: int, started: pb.ItemStarted, dtype: str) -> None:
+        if not started.HasField("lease_expiry"):
+            raise ProtocolError(f"item {index}: a lease was asked for, the server gives none")
+        self.index = index
+        self._started = started
+
+    def add(self, chunk: pb.TensorChunk) -> None:
+        raise ProtocolError(f"item {self.index}: rows arrive that were to be held")
+
+    def finish(self, finished: pb.ItemFinished) -> Held:
+        started = self._started
+        return Held(
+            plan=ItemPlan.from_wire(started.plan),
+            hidden=started.layout.hidden,
+            deepstack_levels=started.layout.deepstack_levels,
+            digest=started.digest,
+            address=started.address,
+            expires_in=started.lease_expiry.ToNanoseconds() / 1e9,
+            store_hit=finished.store_hit,
+            instance_id=started.instance_id,
         )
 
 

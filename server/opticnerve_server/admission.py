@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import socket
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
@@ -19,12 +20,28 @@ import numpy.typing as npt
 
 from . import messages
 from .errors import TABLE, ServiceError
-from .messages import Failed, Granted, ItemRequest, Refused, Release, Reserve, Rows, Slot, Submit
+from .messages import (
+    EndLeases,
+    Failed,
+    Found,
+    Grant,
+    Granted,
+    GrantKind,
+    Hold,
+    ItemRequest,
+    LeasesEnded,
+    Refused,
+    Release,
+    Reserve,
+    Rows,
+    Submit,
+    TakeOver,
+)
 from .slots import Arena
 from .types import ItemPlan
 
-Answers = asyncio.Queue[Rows | ServiceError]
-"""What the engine says of one item; bounded by the item's parts."""
+Answer = TakeOver | Found | Rows | ServiceError
+"""What the engine says of one item."""
 
 MAX_UNSENT = 1024
 """Unsent messages over which no call is let in: the engine is behind. What admitted items still send is bounded too."""
@@ -34,26 +51,33 @@ MESSAGES_PER_TURN = 64
 
 
 class AdmittedItem:
-    """One item's hold on its slot, from the grant to `release`."""
+    """One item's hold on its slot, from the grant to `release`.
 
-    def __init__(self, admission: Admission, call: int, index: int, request: ItemRequest, slot: Slot) -> None:
+    `writes` says that its pixels are ours to write and submit; it turns true when a TakeOver is heard.
+    """
+
+    def __init__(
+        self, admission: Admission, call: int, index: int, pixel_bytes: int, grant: Grant, said: asyncio.Queue[Answer]
+    ) -> None:
         self.index = index
+        self.writes = grant.kind is GrantKind.ENCODE
         self._admission = admission
         self._call = call
-        self._request = request
-        self._slot = slot
+        self._pixel_bytes = pixel_bytes
+        self._slot = grant.slot
+        self._said = said
         self._writer: Job[Any] | None = None
         self._released = False
 
     @property
     def pixels(self) -> npt.NDArray[np.uint8]:
         """The slot's room for pixels, a view."""
-        return self._admission.arena.bytes[self._slot.start : self._slot.start + self._request.pixel_bytes]
+        return self._admission.arena.bytes[self._slot.pixels : self._slot.pixels + self._pixel_bytes]
 
     @property
     def rows(self) -> npt.NDArray[np.uint8]:
         """The slot's room for rows, a view."""
-        return self._admission.arena.bytes[self._slot.rows : self._slot.rows + self._request.row_bytes]
+        return self._admission.arena.bytes[self._slot.rows : self._slot.end]
 
     @property
     def is_released(self) -> bool:
@@ -64,30 +88,32 @@ class AdmittedItem:
         """Name the job in another thread that writes the pixels: `release` lets it finish first."""
         self._writer = job
 
-    async def encode(self, plan: ItemPlan, dtype: str, deadline: float) -> AsyncIterator[Rows]:
-        """Pass the written pixels to the engine; yields when rows are in the slot, in order. Raises ServiceError."""
-        answers = self._admission.submit(Submit(self._call, self.index, plan, dtype, deadline))
-        try:
-            received = 0
-            while received < plan.tokens:
-                rows = await answers.get()
-                if isinstance(rows, ServiceError):
-                    raise rows
-                received += rows.count
-                yield rows
-        finally:
-            self._admission.forget(self._call, self.index)
+    def submit(self, plan: ItemPlan, dtype: str) -> None:
+        """Pass the written pixels to the engine."""
+        self._admission.send(Submit(self._call, self.index, plan, dtype))
 
-    def release(self) -> None:
-        """Give the slot back, once: now, or when the thread that writes into it is done. Later calls do nothing."""
+    async def heard(self) -> TakeOver | Found | Rows:
+        """What the engine says next of the item. Raises ServiceError for what ends it."""
+        said = await self._said.get()
+        if isinstance(said, ServiceError):
+            raise said
+        self.writes |= isinstance(said, TakeOver)
+        return said
+
+    def release(self, served: bool = False) -> None:
+        """Give the slot back, once: now, or when the thread that writes into it is done. Later calls do nothing.
+
+        `served`: the caller has all rows.
+        """
         if self._released:
             return
         self._released = True
-        message = Release(self._call, self.index)
+        self._admission.forget(self._call, self.index)
+        message = Release(self._call, self.index, served)
         if self._writer is None or self._writer.cancel() or self._writer.done():
-            self._admission.release(message)
+            self._admission.send(message)
         else:
-            self._writer.add_done_callback(lambda _: self._admission.release_from_thread(message))
+            self._writer.add_done_callback(lambda _: self._admission.send_from_thread(message))
 
 
 class _Call:
@@ -96,8 +122,13 @@ class _Call:
     def __init__(self, requests: dict[int, ItemRequest], granted: asyncio.Future[None]) -> None:
         self.requests = requests
         self.granted = granted
-        self.items: list[AdmittedItem] = []
+        self.items: dict[int, AdmittedItem | ServiceError] = {}
         self.over = False
+
+    def release(self) -> None:
+        for item in self.items.values():
+            if isinstance(item, AdmittedItem):
+                item.release()
 
 
 class Admission:
@@ -112,7 +143,8 @@ class Admission:
         self._unsent: deque[bytes] = deque()
         self._numbers = itertools.count()
         self._asking: dict[int, _Call] = {}
-        self._encoding: dict[tuple[int, int], Answers] = {}
+        self._hearing: dict[tuple[int, int], asyncio.Queue[Answer]] = {}  # each bounded by the item's parts
+        self._releasing: dict[int, asyncio.Future[int]] = {}
         connection.setblocking(False)
         self._loop.add_reader(connection, self._receive)
 
@@ -122,58 +154,71 @@ class Admission:
         self._connection.close()
 
     @asynccontextmanager
-    async def reserve(self, requests: dict[int, ItemRequest]) -> AsyncIterator[Sequence[AdmittedItem]]:
-        """Slots for all items of a call, by their indices; all are released at the end of the block, however it ends.
+    async def reserve(
+        self,
+        requests: dict[int, ItemRequest],
+        *,
+        deadline: float = math.inf,
+        tenant: str = "",
+        hold: Hold | None = None,
+    ) -> AsyncIterator[dict[int, AdmittedItem | ServiceError]]:
+        """Slots for all items of a call, by their indices, or why one of them has none: NOT_CACHED, STORE_FULL.
 
-        Raises ServiceError: QUEUE_FULL when they do not fit now, REQUEST_TOO_LARGE when they never will, GPU_FAULT.
+        All are released at the end of the block, however it ends. Raises ServiceError: QUEUE_FULL when they do not fit
+        now, REQUEST_TOO_LARGE when they never will, GPU_FAULT. `deadline` is in time.monotonic().
         """
         if not requests:
-            yield []
+            yield {}
             return
-        if self.lost.is_set():
-            raise _engine_lost()
-        if len(self._unsent) >= MAX_UNSENT:
-            raise ServiceError("QUEUE_FULL", "the engine is behind with its messages: retry later", subject="calls")
+        self._check()
         number = next(self._numbers)
         call = self._asking[number] = _Call(requests, self._loop.create_future())
+        for index in requests:  # rows that others encode may be reported before the grant is
+            self._hearing[number, index] = asyncio.Queue()
         try:
-            self._send(Reserve(number, list(requests), list(requests.values())))
+            self.send(Reserve(number, list(requests), list(requests.values()), deadline, tenant, hold))
             await call.granted
             yield call.items
         finally:
             call.over = True
-            for item in call.items:
-                item.release()
+            call.release()
 
-    def submit(self, message: Submit) -> Answers:
-        """Hand an item to the engine; its answers arrive in the returned queue until `forget`. Raises ServiceError."""
-        if self.lost.is_set():
-            raise _engine_lost()
-        answers = self._encoding[message.call, message.index] = asyncio.Queue()
-        self._send(message)
-        return answers
+    async def end_leases(self, names: Sequence[bytes]) -> int:
+        """End a lease of each item of these names, see `store.name_of`; how many ended. Raises ServiceError."""
+        self._check()
+        number = next(self._numbers)
+        answer: asyncio.Future[int] = self._loop.create_future()
+        self._releasing[number] = answer
+        try:
+            self.send(EndLeases(number, list(names)))
+            return await answer
+        finally:
+            del self._releasing[number]
 
-    def forget(self, call: int, index: int) -> None:
-        """No longer take answers to an item."""
-        self._encoding.pop((call, index), None)
-
-    def release(self, message: Release) -> None:
-        """Tell the engine that a slot is free."""
-        self._send(message)
-
-    def release_from_thread(self, message: Release) -> None:
-        """`release`, from any thread."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._send, message)
-
-    # --- the socket
-
-    def _send(self, message: messages.ToEngine) -> None:
+    def send(self, message: messages.ToEngine) -> None:
+        """Tell the engine; it hears messages in their order."""
         if self.lost.is_set():
             return  # nobody is left to tell, and the engine's death has freed every slot
         self._unsent.append(messages.encode(message))
         if len(self._unsent) == 1:
             self._flush()
+
+    def send_from_thread(self, message: messages.ToEngine) -> None:
+        """`send`, from any thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.send, message)
+
+    def forget(self, call: int, index: int) -> None:
+        """No longer hear of an item."""
+        self._hearing.pop((call, index), None)
+
+    def _check(self) -> None:
+        if self.lost.is_set():
+            raise _engine_lost()
+        if len(self._unsent) >= MAX_UNSENT:
+            raise ServiceError("QUEUE_FULL", "the engine is behind with its messages: retry later", subject="calls")
+
+    # --- the socket
 
     def _flush(self) -> None:
         try:
@@ -206,24 +251,32 @@ class Admission:
                 self._grant(message)
             case Refused():
                 call = self._asking.pop(message.call)
+                for index in call.requests:
+                    self.forget(message.call, index)
                 if not call.granted.done():
                     call.granted.set_exception(_refusal(message))
-            case Rows() | Failed():
-                answers = self._encoding.get((message.call, message.index))
-                if answers is not None:
-                    answers.put_nowait(message if isinstance(message, Rows) else _failure(message))
+            case TakeOver() | Found() | Rows() | Failed():
+                said = self._hearing.get((message.call, message.index))
+                if said is not None:
+                    said.put_nowait(_failure(message) if isinstance(message, Failed) else message)
+            case LeasesEnded():
+                answer = self._releasing.get(message.call)
+                if answer is not None and not answer.done():
+                    answer.set_result(message.count)
             case _:
                 raise TypeError(f"{type(message).__name__} is no message of the engine")
 
     def _grant(self, message: Granted) -> None:
-        call = self._asking.pop(message.call)
-        call.items = [
-            AdmittedItem(self, message.call, index, request, slot)
-            for (index, request), slot in zip(call.requests.items(), message.slots, strict=True)
-        ]
+        call, number = self._asking.pop(message.call), message.call
+        for (index, request), grant in zip(call.requests.items(), message.grants, strict=True):
+            if grant.kind in (GrantKind.MISSING, GrantKind.FULL):
+                self.forget(number, index)
+                call.items[index] = _ungranted(grant.kind)
+            else:
+                said = self._hearing[number, index]
+                call.items[index] = AdmittedItem(self, number, index, request.pixel_bytes, grant, said)
         if call.over:  # cancelled while it asked
-            for item in call.items:
-                item.release()
+            call.release()
         elif not call.granted.done():
             call.granted.set_result(None)
 
@@ -237,8 +290,11 @@ class Admission:
         for call in self._asking.values():
             if not call.granted.done():
                 call.granted.set_exception(_engine_lost())
-        for answers in self._encoding.values():
-            answers.put_nowait(_engine_lost())
+        for answer in self._releasing.values():
+            if not answer.done():
+                answer.set_exception(_engine_lost())
+        for said in self._hearing.values():
+            said.put_nowait(_engine_lost())
         self._asking.clear()
 
 
@@ -259,6 +315,14 @@ def _refusal(refused: Refused) -> ServiceError:
         retry_after=refused.retry_after,
         metadata=amounts,
     )
+
+
+def _ungranted(kind: GrantKind) -> ServiceError:
+    if kind is GrantKind.MISSING:
+        return ServiceError(
+            "NOT_CACHED", "no rows of this digest are stored or on their way: send the media themselves"
+        )
+    return ServiceError("STORE_FULL", "the store is full of rows under a lease: retry when one has ended, or stream")
 
 
 def _failure(failed: Failed) -> ServiceError:

@@ -68,7 +68,7 @@ class Batcher:
         self._planner = planner
         self._capacities = capacities
         self._changed = threading.Condition()
-        self._ready: list[tuple[int, int, int, Part]] = []
+        self._ready: list[tuple[tuple[float, int], int, int, Part]] = []
         self._arrivals = 0
         self._open = Batch()
         self._free = True
@@ -123,7 +123,7 @@ class Batcher:
                     continue
                 batch, self._open = self._open, Batch()
                 self._free = False
-            _drop_expired(batch)
+            self._drop_unwanted(batch)
             return batch
 
     def _join(self) -> list[Part]:
@@ -140,6 +140,14 @@ class Batcher:
                 joined.append(part)
         return joined
 
+    def _drop_unwanted(self, batch: Batch) -> None:
+        """Leave out what could not land, and what nobody can receive any more: it expired, or was released."""
+        now, parts = time.monotonic(), batch.parts
+        batch.parts = []
+        for part in parts:
+            goes = part.failure is None and self._ledger.is_wanted(part.item, now)
+            (batch.parts if goes else batch.dropped).append(part)
+
     def _hold(self, plans: Sequence[ItemPlan]) -> bool:
         """Whether on every path some capacity holds all of `plans`."""
         return all(
@@ -147,12 +155,3 @@ class Batcher:
             for path, capacities in self._capacities.items()
             if any(plan.paths[path].units for plan in plans)
         )
-
-
-def _drop_expired(batch: Batch) -> None:
-    """Leave out what could not land, and what nobody can receive in time: expired items, those released meanwhile."""
-    now, parts = time.monotonic(), batch.parts
-    batch.parts = []
-    for part in parts:  # each is asked once: it may be released at any moment
-        gone = part.failure is not None or part.item.released or part.item.deadline <= now
-        (batch.dropped if gone else batch.parts).append(part)

@@ -1,4 +1,4 @@
-"""The command line of the server: serve, check, make-checkpoint."""
+"""The command line of the server: serve, check, make-checkpoint, soak."""
 
 from __future__ import annotations
 
@@ -49,6 +49,12 @@ def _parser() -> argparse.ArgumentParser:
     check = _command(commands, "check", _check, "validate settings, model and budgets without serving")
     _add_settings(check)
     check.add_argument("--json", action="store_true", help="print JSON")
+    soak = _command(commands, "soak", _soak, "try a server of its own with random calls, good and bad")
+    _add_settings(soak)
+    soak.add_argument("--calls", type=int, default=20_000, metavar="N", help="at most so many. Default 20000")
+    soak.add_argument("--minutes", type=float, default=10.0, metavar="M", help="at most so long. Default 10")
+    soak.add_argument("--concurrency", type=int, default=24, metavar="N", help="callers at a time. Default 24")
+    soak.add_argument("--seed", type=int, default=0, metavar="N", help="of what is called. Default 0")
     make = _command(commands, "make-checkpoint", _make_checkpoint, "write a small checkpoint with random weights")
     make.add_argument("--arch", required=True, help="architecture, such as qwen3_vl")
     make.add_argument("--out", required=True, type=Path, metavar="DIR", help="directory to write, which is made")
@@ -86,6 +92,15 @@ def _shown(resolved: Resolved[Config]) -> dict[str, str]:
     return {name: f"{text(getattr(resolved.config, name))}  ({source})" for name, source in resolved.sources.items()}
 
 
+def _check_secrets(config: Config) -> None:
+    """Read their files once, before anything is started. Raises ConfigError."""
+    from .auth import watch_tokens
+    from .tls import watch_certificates
+
+    watch_tokens(config)
+    watch_certificates(config)
+
+
 def _serve(options: argparse.Namespace) -> int:
     resolved = _load(options)
     if options.print_config:
@@ -96,6 +111,7 @@ def _serve(options: argparse.Namespace) -> int:
     from .models.registry import open_model
 
     open_model(resolved.config.model, resolved.config.load_format)  # the cheapest mistakes first, before any port
+    _check_secrets(resolved.config)
     telemetry.set_up("supervisor")
     for warning in resolved.warnings:
         log.warning("setting ignored", extra={"reason": warning})
@@ -113,9 +129,26 @@ def _check(options: argparse.Namespace) -> int:
     _need_extra()
     from .check import check
 
+    _check_secrets(resolved.config)
     report = check(resolved.config)
     print(json.dumps(report.as_dict(), indent=2) if options.json else report.as_text())
     return 0
+
+
+def _soak(options: argparse.Namespace) -> int:
+    resolved = _load(options)
+    _need_extra()
+    from .soak import soak
+
+    verdict = soak(
+        resolved.config,
+        calls=options.calls,
+        seconds=options.minutes * 60,
+        concurrency=options.concurrency,
+        seed=options.seed,
+    )
+    print(json.dumps(verdict, indent=2))
+    return 0 if verdict["passed"] else 1
 
 
 def _make_checkpoint(options: argparse.Namespace) -> int:

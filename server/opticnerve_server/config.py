@@ -19,6 +19,7 @@ from .settings import (
     choice,
     integer,
     or_word,
+    positive_seconds,
     resolve,
     seconds,
     setting,
@@ -88,13 +89,18 @@ def _color(text: str) -> str:
     return text.lower()
 
 
+def _advertise(text: str) -> str:
+    return text if text == "auto" else address(text)
+
+
 def _model(text: str) -> str:
     if not text:
         raise ValueError("write a directory, or preset:NAME")
     return text
 
 
-_MODEL, _PORTS, _GRAPHS, _LIMITS, _LIFE = "model", "ports and processes", "graphs", "limits", "life"
+_MODEL, _PORTS, _SECURITY = "model", "ports and processes", "security"
+_GRAPHS, _LIMITS, _LIFE = "graphs", "limits", "life"
 _count = integer(1)
 _optional_count = or_word("none", None, _count)
 
@@ -163,6 +169,14 @@ class Config:
         "HOST:PORT",
         default="127.0.0.1:50051",
     )
+    advertise: str = setting(
+        _advertise,
+        _PORTS,
+        "Address at which others reach this very server; held rows are fetched there.",
+        "listen, with this host's name where that is a wildcard.",
+        "HOST:PORT",
+        default="auto",
+    )
     health_listen: str = setting(
         address,
         _PORTS,
@@ -194,6 +208,47 @@ class Config:
         "the cores, split over the front-ends.",
         "N",
         default_factory=lambda: default_preprocess_threads(default_frontends()),
+    )
+
+    tls_cert: str = setting(
+        str,
+        _SECURITY,
+        "Certificate chain of the service's port, PEM. Read again when it changes, as are the next two.",
+        "plaintext: inside a cluster a mesh often encrypts.",
+        "FILE",
+        default="",
+    )
+    tls_key: str = setting(
+        str,
+        _SECURITY,
+        "Key of tls_cert, PEM, without a password.",
+        "it goes with tls_cert.",
+        "FILE",
+        default="",
+    )
+    tls_client_ca: str = setting(
+        str,
+        _SECURITY,
+        "Authorities whose certificates callers must show, PEM.",
+        "callers need no certificate.",
+        "FILE",
+        default="",
+    )
+    reflection: bool = setting(
+        boolean,
+        _SECURITY,
+        "--no-reflection hides the list of calls from tools such as grpcurl.",
+        "the contract is public.",
+        "",
+        default=True,
+    )
+    auth_token_file: str = setting(
+        str,
+        _SECURITY,
+        "File of TENANT:TOKEN lines; calls need one of these bearer tokens. Read again when it changes.",
+        "whoever reaches the port may call.",
+        "FILE",
+        default="",
     )
 
     graphs: bool = setting(
@@ -260,10 +315,26 @@ class Config:
     max_queue_bytes: int = setting(
         _count,
         _LIMITS,
-        "Bytes of encoded media, pixels and rows inside the server; also the size of the shared memory.",
+        "Bytes of encoded media, pixels and rows inside the server; shared memory of that size is reserved.",
         "about 300 1080p images with their rows.",
         "BYTES",
         default=4 << 30,
+    )
+    store_bytes: int = setting(
+        integer(0),
+        _LIMITS,
+        "Bytes of rows kept for callers with the same media, in shared memory beside the queue's; 0 keeps none.",
+        "about 500 1080p images.",
+        "BYTES",
+        default=4 << 30,
+    )
+    max_lease: float = setting(
+        seconds,
+        _LIMITS,
+        "Seconds that a lease on rows may last.",
+        "longer than any prompt waits for its decoder.",
+        "S",
+        default=600.0,
     )
     max_image_pixels: int = setting(
         _count,
@@ -301,6 +372,23 @@ class Config:
         default=32 << 20,
     )
 
+    default_timeout: float = setting(
+        positive_seconds,
+        _LIMITS,
+        "Seconds that a call may take whose caller set no deadline.",
+        "a caller that is gone without a word holds its share no longer than that.",
+        "S",
+        default=120.0,
+    )
+    stream_stall_timeout: float = setting(
+        positive_seconds,
+        _LIMITS,
+        "Seconds that a caller may take none of the messages that wait for it, before its call ends.",
+        "its rows hold memory that others wait for.",
+        "S",
+        default=60.0,
+    )
+
     startup_timeout: float = setting(
         seconds,
         _LIFE,
@@ -327,6 +415,11 @@ class Config:
     )
 
     def __post_init__(self) -> None:
+        if bool(self.tls_cert) != bool(self.tls_key):
+            given, missing = ("tls_cert", "tls_key") if self.tls_cert else ("tls_key", "tls_cert")
+            raise ConfigError(f"{given} is set without {missing}: set both for TLS, none for plaintext")
+        if self.tls_client_ca and not self.tls_cert:
+            raise ConfigError("tls_client_ca is set without tls_cert and tls_key: callers' certificates need TLS")
         if self.max_request_bytes > self.max_queue_bytes:
             raise ConfigError(
                 f"max_request_bytes = {self.max_request_bytes} is over max_queue_bytes = {self.max_queue_bytes}: "
@@ -339,6 +432,11 @@ class Config:
                         f"budget {levels[-1]} of token_budgets{path and f' (path {path})'} is over max_token_budget = "
                         f"{self.max_token_budget}: drop the budget or raise the cap"
                     )
+
+    @property
+    def arena_bytes(self) -> int:
+        """Size of the shared memory."""
+        return self.max_queue_bytes + self.store_bytes
 
     def token_cap(self, device: str) -> int | None:
         """The largest automatic budget in units on a device ("cpu" or a CUDA one); None: the largest item."""

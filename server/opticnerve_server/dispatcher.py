@@ -126,7 +126,7 @@ class Dispatcher:
 
     def land(self, part: Part) -> int:
         """Start the copy of a part's pixels to the device; returns where they begin in the landing block."""
-        start = part.item.slot.start + part.pixels
+        start = part.item.slot.pixels + part.pixels
         with torch.inference_mode(), self._streams.copy_in():
             return self._landings[self._turn].add(self._slots[start : start + part.plan.pixel_bytes])
 

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 import torch
@@ -27,10 +27,10 @@ from .config import Config
 from .dispatcher import Dispatcher, Finished
 from .graphs import GraphsFailed
 from .hits import Counts
-from .ledger import Ledger
+from .ledger import Ledger, Notice, Progress
 from .loading import Loaded, load
 from .media import CONTRACT
-from .messages import EngineReady, Failed, PathState, PhaseChange, Release, Reserve, Rows, Stop, Submit
+from .messages import EndLeases, EngineReady, Message, PathState, PhaseChange, Release, Reserve, Stop, Submit
 from .peers import Peers
 from .runner import DeviceBroken, Runner, device_is_broken
 from .selftest import self_test
@@ -67,11 +67,15 @@ class Engine:
 
     def __init__(self, config: Config, control: socket.socket, arena_fd: int) -> None:
         self.config = config
-        self.arena = Arena(arena_fd, config.max_queue_bytes)
+        self.arena = Arena(arena_fd, config.arena_bytes)
         self.ledger = Ledger(
-            max_items=config.max_queue_items, max_tokens=config.max_queue_tokens, max_bytes=config.max_queue_bytes
+            max_items=config.max_queue_items,
+            max_tokens=config.max_queue_tokens,
+            max_bytes=config.max_queue_bytes,
+            store_bytes=config.store_bytes,
         )
         self.peers = Peers(control)
+        self._telling = threading.Lock()
         self.counts = Counts()
         self.stopping = threading.Event()
         self.batcher: Batcher | None = None  # from READY on, as is the next
@@ -225,33 +229,32 @@ class Engine:
     def _finished(self, finished: Finished) -> None:
         """Report a batch to front-ends and metrics; on the finisher."""
         for result in finished.results:
-            part, item = result.part, result.part.item
+            part = result.part
             if result.failure is not None:
                 self._fail(part, result.failure)
-            elif self.ledger.from_device(item, part.plan.tokens):
-                self.peers.tell_frontend(
-                    item.frontend,
-                    Rows(
-                        item.call,
-                        item.index,
-                        start=part.first_row,
-                        count=part.plan.tokens,
-                        dispatches=[run.told_to(part.plan) for run in finished.runs if part.plan.paths[run.path].units],
-                        queue_s=max(0.0, finished.taken_at - item.submitted_at),
-                        execute_s=finished.execute_s,
-                        copy_s=finished.copy_s,
-                    ),
-                )
+                continue
+            progress = Progress(
+                start=part.first_row,
+                count=part.plan.tokens,
+                dispatches=[run.told_to(part.plan) for run in finished.runs if part.plan.paths[run.path].units],
+                queue_s=max(0.0, finished.taken_at - part.item.submitted_at),
+                execute_s=finished.execute_s,
+                copy_s=finished.copy_s,
+            )
+            with self._telling:
+                self._tell(self.ledger.from_device(part.item, progress))
         self.counts.add(finished)
         self._batch_tokens.observe(max(run.load.units * self._tokens_per_unit[run.path] for run in finished.runs))
 
     def _fail(self, part: Part, failure: Failure) -> None:
         """End the item of a part that comes back from the device, or was to go there, without rows."""
-        item = part.item
-        tell = self.ledger.fail(item)
-        self.ledger.from_device(item, rows=0)
-        if tell:
-            self.peers.tell_frontend(item.frontend, Failed(item.call, item.index, *failure))
+        with self._telling:
+            self._tell(self.ledger.fail(part.item, *failure))
+
+    def _tell(self, notices: Iterable[Notice]) -> None:
+        """Tell the front-ends. `_telling` is held since the ledger was asked: they hear of events in their order."""
+        for frontend, message in notices:
+            self.peers.tell_frontend(frontend, message)
 
     # --- receiver
 
@@ -271,6 +274,10 @@ class Engine:
         metrics.INFLIGHT_ITEMS.set(self.ledger.on_device)
         metrics.QUEUE_TOKENS.set(occupancy.tokens)
         metrics.QUEUE_BYTES.set(occupancy.bytes)
+        store = self.ledger.store
+        metrics.STORE_ITEMS.set(store.items)
+        metrics.STORE_BYTES.set(store.used_bytes)
+        metrics.STORE_LEASED_BYTES.set(store.leased_bytes)
         self.counts.tell_if_due()
         stuck = 0.0 if self.runner is None else time.monotonic() - self.runner.busy_since
         if stuck < STUCK_S:
@@ -291,7 +298,9 @@ class Engine:
             os._exit(EXIT_RUNTIME)
         elif message is None and frontend is not None:
             self.peers.detach(frontend)
-            lost = self.ledger.disconnect(frontend)
+            with self._telling:
+                lost, notices = self.ledger.disconnect(frontend)
+                self._tell(notices)
             log.log(
                 logging.WARNING if lost else logging.INFO,
                 "front-end is gone",
@@ -301,18 +310,26 @@ class Engine:
             self.stopping.set()
             if self.batcher is not None:
                 self.batcher.stop()
-        elif frontend is not None and isinstance(message, Reserve):
-            self.peers.tell_frontend(frontend, self.ledger.reserve(frontend, message))
-        elif frontend is not None and isinstance(message, Release):
-            self.ledger.release(frontend, message.call, message.index)
-        elif frontend is not None and isinstance(message, Submit):
-            self._submit(frontend, message)
+        elif frontend is not None and message is not None:
+            with self._telling:
+                self._act(frontend, message)
 
-    def _submit(self, frontend: int, message: Submit) -> None:
-        item = self.ledger.submit(frontend, message)
-        if item is not None:
-            assert self.batcher is not None, "front-ends submit from READY on"
-            self.batcher.put(item)
+    def _act(self, frontend: int, message: Message) -> None:
+        """Enter what a front-end says into the ledger."""
+        ledger = self.ledger
+        match message:
+            case Reserve():
+                self._tell(ledger.reserve(frontend, message))
+            case Submit():
+                item, notices = ledger.submit(frontend, message)
+                self._tell(notices)
+                if item is not None:
+                    assert self.batcher is not None, "front-ends submit from READY on"
+                    self.batcher.put(item)
+            case Release():
+                self._tell(ledger.release(frontend, message.call, message.index, message.served))
+            case EndLeases():
+                self._tell(ledger.end_leases(frontend, message.call, message.names))
 
 
 def _thread(target: Callable[[], None], name: str) -> threading.Thread:
@@ -338,7 +355,7 @@ def _pinned(arena: Arena, device: torch.device) -> torch.Tensor:
         if int(error):
             raise ValueError(
                 f"pinning {slots.numel()} bytes of shared memory failed with CUDA error {int(error)}: lower "
-                "--max-queue-bytes or raise the memory limit of the process"
+                "--max-queue-bytes or --store-bytes, or raise the memory limit of the process"
             )
     return slots
 

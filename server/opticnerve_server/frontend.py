@@ -16,10 +16,11 @@ from .config import Config
 from .info import Model, ServerState
 from .media import CONTRACT
 from .messages import EngineReady, FrontendAlive, FrontendReady, Occupancy, PhaseChange, Stop
+from .ports import advertised
 from .preprocess import Preprocessor
 from .service import EncoderService
 from .slots import Arena
-from .transport import HealthServicer, build_server, publish_health
+from .transport import HealthServicer, add_port, build_server, publish_health
 from .types import Phase
 
 BEAT_S = 1.0
@@ -44,7 +45,7 @@ def main(
 
     The process has been made a child of the supervisor (`processes.prepare`) and sees no CUDA device.
     """
-    arena = Arena(arena_fd, config.max_queue_bytes)
+    arena = Arena(arena_fd, config.arena_bytes)
     raise SystemExit(asyncio.run(_serve(config, index, control, engine, arena, address, instance_id)))
 
 
@@ -103,7 +104,9 @@ class Frontend:
     async def start(self, address: str) -> int:
         """Bind and answer, NOT_SERVING; the port. Raises RuntimeError when the address cannot be had."""
         await self._publish()  # before the first Check: the servicer is born SERVING
-        port = self._server.add_insecure_port(address)
+        port = add_port(self._server, address, self.state.config)
+        bound = f"{address.rpartition(':')[0]}:{port}"
+        self.state.address = advertised(bound) if self.state.config.advertise == "auto" else self.state.config.advertise
         await self._server.start()
         return port
 

@@ -28,6 +28,7 @@ class ServerState:
 
     config: Config
     instance_id: str
+    address: str = ""  # at which others reach this very server
     decode_contract: dict[str, str] = field(default_factory=dict)
     phase: Phase = Phase.LOADING
     detail: str = ""
@@ -79,6 +80,8 @@ def server_info(state: ServerState, phase: Phase) -> pb.GetServerInfoResponse:
             max_queue_bytes=config.max_queue_bytes,
             max_video_frames=config.max_video_frames,
             max_video_seconds=config.max_video_seconds,
+            store_bytes=config.store_bytes,
+            max_lease_seconds=config.max_lease,
         ),
         decode_contract=state.decode_contract,
         occupancy=pb.Occupancy(items=state.occupancy.items, tokens=state.occupancy.tokens, bytes=state.occupancy.bytes),

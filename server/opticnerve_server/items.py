@@ -18,7 +18,6 @@ import numpy.typing as npt
 from opticnerve.v1 import encoder_pb2 as pb
 
 from .config import Config
-from .errors import ServiceError
 from .limits import check_modality, check_pixels, check_plan, invalid, plan_image, plan_video
 from .media import video
 from .media.container import is_video
@@ -64,9 +63,8 @@ class Media(Protocol):
 
 def media_of(item: pb.Item, config: Config) -> Media:
     """The media of a request's item. Raises ServiceError or PlanError for what the server does not take."""
-    kind = item.WhichOneof("media")
     media: Media
-    match kind:
+    match item.WhichOneof("media"):
         case "encoded_image":
             media = Still(item.encoded_image)
         case "raw_image":
@@ -77,10 +75,8 @@ def media_of(item: pb.Item, config: Config) -> Media:
             media = Frames(item.frame_list)
         case "patches":
             return Patches.of(item.patches, config)
-        case None:
-            raise invalid("the item has no media: set one of encoded_image, raw_image, encoded_video, frame_list")
         case _:
-            raise ServiceError("UNIMPLEMENTED", f"{kind} is not built yet: send the media themselves")
+            raise invalid("the item has no media: set one of encoded_image, raw_image, encoded_video, frame_list")
     check_modality("image" if isinstance(media, Still) else "video", config)
     return media
 

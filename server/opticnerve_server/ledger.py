@@ -1,7 +1,8 @@
 """The engine's side of admission: every item inside the server, what it holds, and who may touch its slot.
 
-Being granted slots is admission, so the bounds on items, tokens and bytes hold by construction. An item leaves when its
-front-end releases it, or dies; its slot is freed then, or once the device no longer uses it.
+Being granted slots is admission, so the bounds on items, tokens and bytes hold by construction. An item is held by the
+claims of the callers who wait for it or read it: one, or several where equal items came close together. When the last
+is gone its slot is freed, once the device no longer uses it, or its rows go to the store.
 """
 
 from __future__ import annotations
@@ -9,36 +10,106 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import deque
-from dataclasses import dataclass
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
-from .messages import Granted, Occupancy, Refused, Reserve, Slot, Submit
+from . import metrics
+from .messages import (
+    Failed,
+    Found,
+    Grant,
+    Granted,
+    GrantKind,
+    ItemRequest,
+    LeasesEnded,
+    Occupancy,
+    Refused,
+    Reserve,
+    Rows,
+    Slot,
+    Submit,
+    TakeOver,
+    ToFrontend,
+)
 from .slots import SlotAllocator
-from .types import ItemPlan
+from .store import Lease, Store
+from .types import Dispatched, ItemPlan
+
+Notice = tuple[int, ToFrontend]
+"""What a front-end, by its index, is to be told."""
+
+NOWHERE = Slot(0, 0, 0)
+
+TENANT_ALPHA = 4
+"""A tenant may hold this many times what is free of a resource: alone 4/5 of it, two that flood 4/9 each, and always
+something is left for one that comes now (dynamic thresholds, Choudhury and Hahne, 1998)."""
+
+ORPHANED = "the caller that was to encode it is gone: send the media themselves"
 
 
 @dataclass(slots=True, eq=False)
-class Item:
-    """One item inside the server.
-
-    Its slot is the front-end's until it is submitted, then the device's for reading pixels, and piece by piece the
-    front-end's again as rows are reported. The ledger's lock guards the last four fields.
-    """
+class Claim:
+    """A caller's hold on an item."""
 
     frontend: int
     call: int
     index: int
-    order: int  # of its call among all calls; earlier calls go first
-    slot: Slot
+    tenant: str
+    item: Item
+    encoded_bytes: int
+    deadline: float  # time.monotonic()
+    fetch: bool  # it has no media of its own
+    lease: Lease | None = None
+
+    @property
+    def id(self) -> tuple[int, int, int]:
+        return self.frontend, self.call, self.index
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Rows of an item that are in its slot, and how they came there."""
+
+    start: int
+    count: int
+    dispatches: list[Dispatched]
+    queue_s: float = 0.0
+    execute_s: float = 0.0
+    copy_s: float = 0.0
+
+    def told_to(self, claim: Claim) -> Notice:
+        told = (self.start, self.count, self.dispatches, self.queue_s, self.execute_s, self.copy_s)
+        return claim.frontend, Rows(claim.call, claim.index, *told)
+
+
+@dataclass(slots=True, eq=False)
+class Item:
+    """One item inside the server, whoever waits for it. The ledger's lock guards what changes.
+
+    Its slot is the first claim's front-end's until it is submitted, then the device's for reading pixels, and piece by
+    piece, as rows are reported, that of every claim for reading.
+    """
+
+    key: bytes
+    tenant: str
+    order: tuple[float, int]  # of its call among all calls; the lowest goes first
+    index: int
     tokens: int
-    nbytes: int  # of the slot and of the encoded media
+    pixel_bytes: int  # what they take of the arena, as are the next
+    row_bytes: int
+    slot: Slot = NOWHERE
     plan: ItemPlan | None = None
     dtype: str = ""
-    deadline: float = 0.0
     submitted_at: float = 0.0
+    claims: list[Claim] = field(default_factory=list)
+    writer: Claim | None = None  # who writes its pixels
+    progress: list[Progress] = field(default_factory=list)
     on_device: int = 0  # parts that copies or kernels may be using
-    failed: bool = False  # the front-end has been told
-    released: bool = False  # the front-end is done with it
+    failed: bool = False  # the claims have been told
+    is_done: bool = False  # all rows are in the slot, the pixels are freed
+    is_stored: bool = False
+    leases: list[Lease] = field(default_factory=list)
 
     @property
     def placed(self) -> ItemPlan:
@@ -46,129 +117,325 @@ class Item:
         assert self.plan is not None
         return self.plan
 
+    @property
+    def unwanted(self) -> bool:
+        """Nobody waits for it any more."""
+        return not self.claims and not self.leases
+
+    @property
+    def is_read(self) -> bool:
+        return bool(self.claims)
+
+    @property
+    def store_bytes(self) -> int:
+        return self.row_bytes
+
 
 class Ledger:
-    """Grants and frees slots. Thread-safe: the receiver, the device thread and the finisher call it."""
+    """Grants and frees slots. Thread-safe: the receiver, the device thread and the finisher call it.
 
-    def __init__(self, *, max_items: int, max_tokens: int, max_bytes: int) -> None:
-        """The arena has `max_bytes` bytes; encoded media are counted against them too, though they lie elsewhere."""
+    What is returned as notices must reach the front-ends in the order of the calls that returned them.
+    """
+
+    def __init__(self, *, max_items: int, max_tokens: int, max_bytes: int, store_bytes: int = 0) -> None:
+        """The arena has `max_bytes` + `store_bytes` bytes; encoded media, which lie elsewhere, count as the first."""
         self._limits = {"items": max_items, "tokens": max_tokens, "bytes": max_bytes}
-        self._used = {"items": 0, "tokens": 0, "bytes": 0}
-        self._slots = SlotAllocator(max_bytes)
-        self._items: dict[tuple[int, int, int], Item] = {}
-        self._orders = itertools.count()
+        self._used = Counter[str]()
+        self._used_by: dict[str, Counter[str]] = defaultdict(Counter)  # tenants that have something inside
+        self._slots = SlotAllocator(max_bytes + store_bytes)
+        self.store: Store[Item] = Store(store_bytes)
+        self._claims: dict[tuple[int, int, int], Claim] = {}
+        self._named: dict[bytes, Item] = {}  # by key: in flight, or stored
+        self._numbers = itertools.count()
+        self._virtual = 0.0
+        self._finishes: dict[str, float] = defaultdict(float)
         self._lock = threading.Lock()
         self.on_device = 0
         """Parts that copies or kernels may be using."""
         self._drained: deque[tuple[float, int]] = deque(maxlen=256)
 
-    def reserve(self, frontend: int, message: Reserve) -> Granted | Refused:
-        """Slots for all items of a call, or none and why."""
+    def reserve(self, frontend: int, message: Reserve) -> list[Notice]:
+        """Slots for all items of a call, or none and why; then what is known already of those that others encode."""
         with self._lock:
-            sizes = [item.pixel_bytes + item.row_bytes for item in message.items]
-            wanted = {
-                "items": len(message.items),
-                "tokens": sum(item.tokens for item in message.items),
-                "bytes": sum(
-                    SlotAllocator.rounded(size) + item.encoded_bytes
-                    for size, item in zip(sizes, message.items, strict=True)
-                ),
-            }
-            for resource, amount in wanted.items():
-                if amount > self._limits[resource]:
-                    return Refused(message.call, resource, amount, self._limits[resource], retry_after=None)
-                if amount + self._used[resource] > self._limits[resource]:
-                    return self._refused_for_now(message.call, resource, amount)
-            starts: list[int] = []
-            for size in sizes:
-                start = self._slots.allocate(size)
-                if start is None:
-                    for given, its_size in zip(starts, sizes, strict=False):
-                        self._slots.release(given, its_size)
-                    return self._refused_for_now(message.call, "bytes", wanted["bytes"])
-                starts.append(start)
-            order = next(self._orders)
-            granted = []
-            for index, request, start, size in zip(message.indices, message.items, starts, sizes, strict=True):
-                slot = Slot(start, start + request.pixel_bytes, start + size)
-                nbytes = SlotAllocator.rounded(size) + request.encoded_bytes
-                self._items[frontend, message.call, index] = Item(
-                    frontend, message.call, index, order, slot, request.tokens, nbytes
-                )
-                granted.append(slot)
-            for resource, amount in wanted.items():
-                self._used[resource] += amount
-            return Granted(message.call, granted)
+            self._expire()
+            grants: list[GrantKind] = []
+            found: list[Item | None] = []
+            claims: list[Claim] = []
+            fresh: dict[bytes, Item] = {}  # those without a key under their own number
+            number = next(self._numbers)
+            for index, request in zip(message.indices, message.items, strict=True):
+                item = self._named.get(request.key) or fresh.get(request.key) if request.key else None
+                kind = self._kind_of(item, request, message)
+                grants.append(kind)
+                found.append(item)
+                if kind in (GrantKind.MISSING, GrantKind.FULL):
+                    continue
+                if item is None:
+                    item = _new_item(request, message.tenant, (self._virtual, number), index)
+                    fresh[request.key or index.to_bytes(4, "little")] = item
+                claims.append(self._claim(frontend, message, index, request, item))
+            refused = self._refusal(message, claims, list(fresh.values())) or self._allocate(
+                message.call, list(fresh.values())
+            )
+            if refused is not None:
+                for claim in claims:
+                    self._unclaim(claim)
+                return [(frontend, refused)]
+            self._admit(message.tenant, number, claims, list(fresh.values()))
+            for request, kind, item in zip(message.items, grants, found, strict=True):
+                if request.key:
+                    metrics.STORE_LOOKUPS.labels(_lookup(kind, item)).inc()
+            slots = iter([claim.item.slot for claim in claims])
+            granted = [Grant(k, next(slots) if k in (GrantKind.ENCODE, GrantKind.WAIT) else NOWHERE) for k in grants]
+            known = [notice for claim in claims for notice in _known(claim)]
+            return [(frontend, Granted(message.call, granted)), *known]
 
-    def submit(self, frontend: int, message: Submit) -> Item | None:
-        """The item whose pixels are ready; None if the ledger does not know it, or has seen it submitted."""
+    def submit(self, frontend: int, message: Submit) -> tuple[Item | None, list[Notice]]:
+        """The item whose pixels are ready; None if they are not this claim's to write, or were written before."""
         with self._lock:
-            item = self._items.get((frontend, message.call, message.index))
-            if item is None or item.plan is not None:
-                return None
-            item.plan, item.dtype, item.deadline = message.plan, message.dtype, message.deadline
-            item.submitted_at = time.monotonic()
-            return item
+            claim = self._claims.get((frontend, message.call, message.index))
+            if claim is None or claim.item.writer is not claim or claim.item.plan is not None:
+                return None, []
+            item = claim.item
+            item.plan, item.dtype, item.submitted_at = message.plan, message.dtype, time.monotonic()
+            return item, [notice for other in item.claims for notice in _found(other)]
 
-    def release(self, frontend: int, call: int, index: int) -> None:
-        """The front-end is done with an item; its slot is freed now, or when the device is done with it too."""
+    def release(self, frontend: int, call: int, index: int, served: bool = False) -> list[Notice]:
+        """A caller is done with an item."""
         with self._lock:
-            item = self._items.get((frontend, call, index))
-            if item is not None:
-                self._release(item)
+            claim = self._claims.get((frontend, call, index))
+            return [] if claim is None else self._drop(claim, served)
 
-    def disconnect(self, frontend: int) -> int:
-        """Release all items of a front-end that is gone; returns how many there were."""
+    def disconnect(self, frontend: int) -> tuple[int, list[Notice]]:
+        """Release all items of a front-end that is gone; how many there were."""
         with self._lock:
-            gone = [item for item in self._items.values() if item.frontend == frontend]
-            for item in gone:
-                self._release(item)
-            return len(gone)
+            gone = [claim for claim in self._claims.values() if claim.frontend == frontend]
+            return len(gone), [notice for claim in gone for notice in self._drop(claim)]
+
+    def end_leases(self, frontend: int, call: int, names: Sequence[bytes]) -> list[Notice]:
+        """End of every item whose key begins with one of `names` the lease that ends first."""
+        with self._lock:
+            held = [item for item in self._named.values() if item.leases and item.key.startswith(tuple(names))]
+            for item in held:
+                self.store.end(item, min(item.leases, key=lambda lease: lease.expires))
+                self._settle(item)
+            return [(frontend, LeasesEnded(call, len(held)))]
 
     def to_device(self, item: Item) -> bool:
         """A part of the item joins a batch. False if nobody waits for it any more: it must not."""
         with self._lock:
-            if item.released or item.failed:
+            if item.unwanted or item.failed:
                 return False
+            self._virtual = max(self._virtual, item.order[0])
             item.on_device += 1
             self.on_device += 1
             return True
 
-    def from_device(self, item: Item, rows: int) -> bool:
-        """The device is done with a part that has `rows` rows. False if nobody waits for them."""
+    def is_wanted(self, item: Item, now: float) -> bool:
+        """Whether somebody still waits for the item at time.monotonic() `now`; its lease counts as one who waits."""
         with self._lock:
-            self._drained.append((time.monotonic(), rows))
-            item.on_device -= 1
-            self.on_device -= 1
-            if item.released and not item.on_device:
-                self._free(item)
-            return not item.released and not item.failed
+            ends = [claim.deadline for claim in item.claims] + [lease.expires for lease in item.leases]
+            return max(ends, default=now) > now
 
-    def fail(self, item: Item) -> bool:
-        """Mark the item as failed, so that no other part of it runs. False if nobody has to be told."""
+    def from_device(self, item: Item, progress: Progress) -> list[Notice]:
+        """The rows of a part are in the slot."""
         with self._lock:
-            told, item.failed = item.failed, True
-            return not told and not item.released
+            self._leave_device(item, progress.count)
+            if item.failed or item.unwanted:
+                self._settle(item)
+                return []
+            item.progress.append(progress)
+            if sum(done.count for done in item.progress) == item.tokens:
+                item.is_done = True
+                self._free_pixels(item)
+            notices = [progress.told_to(claim) for claim in item.claims]
+            self._settle(item)
+            return notices
+
+    def fail(self, item: Item, reason: str, message: str, retry_after: float | None = None) -> list[Notice]:
+        """A part comes back without rows: nothing else of its item runs, and everyone who waits is told, once."""
+        with self._lock:
+            self._leave_device(item, 0)
+            notices = [] if item.failed else self._fail(item, item.claims, reason, message, retry_after)
+            self._settle(item)
+            return notices
 
     def occupancy(self) -> Occupancy:
-        """What is inside now."""
+        """What is inside now, the store left out."""
         with self._lock:
+            self._expire()
             return Occupancy(self._used["items"], self._used["tokens"], self._used["bytes"])
 
-    def _release(self, item: Item) -> None:
-        item.released = True
-        if not item.on_device:
-            self._free(item)
+    # --- letting in
 
-    def _free(self, item: Item) -> None:
-        del self._items[item.frontend, item.call, item.index]
-        self._slots.release(item.slot.start, item.slot.end - item.slot.start)
-        self._used["items"] -= 1
-        self._used["tokens"] -= item.tokens
-        self._used["bytes"] -= item.nbytes
+    def _kind_of(self, item: Item | None, request: ItemRequest, message: Reserve) -> GrantKind:
+        if item is None and request.fetch:
+            return GrantKind.MISSING
+        nbytes = SlotAllocator.rounded(request.row_bytes)
+        if message.hold is not None and not self.store.can_lease(item, item.row_bytes if item else nbytes):
+            return GrantKind.FULL
+        return GrantKind.ENCODE if item is None else GrantKind.WAIT
 
-    def _refused_for_now(self, call: int, resource: str, amount: int) -> Refused:
-        return Refused(call, resource, amount, self._limits[resource], retry_after=self._time_to_half())
+    def _claim(self, frontend: int, message: Reserve, index: int, request: ItemRequest, item: Item) -> Claim:
+        holder = frontend, message.call, index, message.tenant
+        claim = Claim(*holder, item, request.encoded_bytes, message.deadline, request.fetch)
+        item.claims.append(claim)
+        if message.hold is not None:
+            claim.lease = self.store.lease(item, message.hold.seconds, message.hold.reads)
+        self.store.touch(item)
+        return claim
+
+    def _unclaim(self, claim: Claim) -> None:
+        """Undo `_claim`."""
+        claim.item.claims.remove(claim)
+        if claim.lease is not None:
+            self.store.end(claim.item, claim.lease)
+        self.store.touch(claim.item)
+
+    def _refusal(self, message: Reserve, claims: list[Claim], fresh: list[Item]) -> Refused | None:
+        wanted = {
+            "items": len(claims),
+            "tokens": sum(item.tokens for item in fresh),
+            "bytes": sum(item.pixel_bytes + item.row_bytes for item in fresh)
+            + sum(claim.encoded_bytes for claim in claims),
+        }
+        mine = self._used_by.get(message.tenant)
+        for resource, amount in wanted.items():
+            limit = self._limits[resource]
+            free = limit - self._used[resource]
+            if amount > limit:
+                return Refused(message.call, resource, amount, limit, retry_after=None)
+            if amount > free:
+                return Refused(message.call, resource, amount, limit, retry_after=self._time_to_half())
+            share = TENANT_ALPHA * (free - amount)
+            if message.tenant and mine and mine[resource] + amount > share:
+                return Refused(message.call, resource, amount, limit, retry_after=self._time_to_half())
+        return None
+
+    def _charge(self, tenant: str, resource: str, amount: int) -> None:
+        """Count in or, below zero, out."""
+        self._used[resource] += amount
+        mine = self._used_by[tenant]
+        mine[resource] += amount
+        if not any(mine.values()):
+            del self._used_by[tenant]
+
+    def _allocate(self, call: int, items: list[Item]) -> Refused | None:
+        """Slots for new items, all or none: those that are stored make room where it is in pieces."""
+        taken: list[tuple[int, int]] = []
+        for item in items:
+            starts = []
+            for nbytes in (item.pixel_bytes, item.row_bytes):
+                start = self._allocate_range(nbytes)
+                if start is None:
+                    for given in taken:
+                        self._slots.release(*given)
+                    wanted = sum(item.pixel_bytes + item.row_bytes for item in items)
+                    return Refused(call, "bytes", wanted, self._limits["bytes"], retry_after=self._time_to_half())
+                starts.append(start)
+                taken.append((start, nbytes))
+            item.slot = Slot(starts[0], starts[1], starts[1] + item.slot.end)
+        return None
+
+    def _allocate_range(self, nbytes: int) -> int | None:
+        while (start := self._slots.allocate(nbytes)) is None:
+            evicted = self.store.evict()
+            if evicted is None:
+                return None
+            self._forget(evicted)
+        return start
+
+    def _admit(self, tenant: str, number: int, claims: list[Claim], fresh: list[Item]) -> None:
+        """Count in what was granted, and give it its turn.
+
+        Calls of one tenant go first come, first served. Tenants share the device by start-time fair queueing (Goyal et
+        al., 1996): a call starts, in tokens, where its tenant's last one ends, or where the device is now if that is
+        later, and the call that starts first goes first.
+        """
+        start = max(self._virtual, self._finishes[tenant])
+        self._finishes[tenant] = start + sum(item.tokens for item in fresh)
+        for item in fresh:
+            item.order = (start, number)
+            item.writer = item.claims[0]
+            if item.key:
+                self._named[item.key] = item
+            self._charge(tenant, "tokens", item.tokens)
+            self._charge(tenant, "bytes", item.pixel_bytes + item.row_bytes)
+        for claim in claims:
+            self._claims[claim.id] = claim
+            self._charge(tenant, "items", 1)
+            self._charge(tenant, "bytes", claim.encoded_bytes)
+
+    # --- letting go
+
+    def _drop(self, claim: Claim, served: bool = False) -> list[Notice]:
+        item = claim.item
+        del self._claims[claim.id]
+        item.claims.remove(claim)
+        self._charge(claim.tenant, "items", -1)
+        self._charge(claim.tenant, "bytes", -claim.encoded_bytes)
+        if served and claim.fetch:
+            self.store.read(item)
+        self.store.touch(item)
+        notices = self._pass_on(item) if item.writer is claim and item.plan is None and not item.failed else []
+        self._settle(item)
+        return notices
+
+    def _pass_on(self, item: Item) -> list[Notice]:
+        """Who was to write the pixels is gone: the next who has the media does, else nobody can."""
+        item.writer = next((claim for claim in item.claims if not claim.fetch), None)
+        if item.writer is not None:
+            return [(item.writer.frontend, TakeOver(item.writer.call, item.writer.index))]
+        return self._fail(item, item.claims, "NOT_CACHED", ORPHANED)
+
+    def _fail(
+        self, item: Item, told: list[Claim], reason: str, message: str, retry_after: float | None = None
+    ) -> list[Notice]:
+        item.failed = True
+        if self._named.get(item.key) is item:
+            del self._named[item.key]  # whoever comes now tries anew
+        for lease in list(item.leases):
+            self.store.end(item, lease)
+        return [(claim.frontend, Failed(claim.call, claim.index, reason, message, retry_after)) for claim in told]
+
+    def _leave_device(self, item: Item, rows: int) -> None:
+        self._drained.append((time.monotonic(), rows))
+        item.on_device -= 1
+        self.on_device -= 1
+
+    def _settle(self, item: Item) -> None:
+        """Once nobody holds an item and the device is done with it: keep its rows, or free everything."""
+        if item.claims or item.on_device or item.is_stored or item.slot is NOWHERE:
+            return
+        if item.is_done and item.key and not item.failed:
+            self._leave_queue(item)
+            for gone in self.store.keep(item):
+                self._forget(gone)
+        elif not item.leases:
+            self._free_pixels(item)
+            self._leave_queue(item)
+            self._forget(item)
+
+    def _free_pixels(self, item: Item) -> None:
+        if item.pixel_bytes:
+            self._slots.release(item.slot.pixels, item.pixel_bytes)
+            self._charge(item.tenant, "bytes", -item.pixel_bytes)
+            item.pixel_bytes = 0
+
+    def _leave_queue(self, item: Item) -> None:
+        self._charge(item.tenant, "tokens", -item.tokens)
+        self._charge(item.tenant, "bytes", -item.row_bytes)
+
+    def _forget(self, item: Item) -> None:
+        """Free the rows of an item that is neither in the queue nor in the store."""
+        if self._named.get(item.key) is item:
+            del self._named[item.key]
+        self._slots.release(item.slot.rows, item.row_bytes)
+        item.slot = NOWHERE
+
+    def _expire(self) -> None:
+        for item in self.store.expired():
+            self._settle(item)
 
     def _time_to_half(self) -> float:
         """Seconds until half of the queued tokens are done at the rate of the last batches, between 0.1 and 5."""
@@ -177,3 +444,30 @@ class Ledger:
         elapsed = time.monotonic() - self._drained[0][0]
         rate = sum(tokens for _, tokens in self._drained) / max(elapsed, 1e-3)
         return min(5.0, max(0.1, self._used["tokens"] / 2 / max(rate, 1.0)))
+
+
+def _new_item(request: ItemRequest, tenant: str, order: tuple[float, int], index: int) -> Item:
+    """An item without a slot yet, whose `end` says how many bytes of rows it has."""
+    sizes = SlotAllocator.rounded(request.pixel_bytes), SlotAllocator.rounded(request.row_bytes)
+    return Item(request.key, tenant, order, index, request.tokens, *sizes, slot=Slot(0, 0, request.row_bytes))
+
+
+def _lookup(kind: GrantKind, found: Item | None) -> metrics.Lookup:
+    if found is None or kind is not GrantKind.WAIT:
+        return metrics.Lookup.MISS
+    return metrics.Lookup.HIT if found.is_done else metrics.Lookup.SHARED
+
+
+def _found(claim: Claim) -> Iterator[Notice]:
+    if claim.fetch and claim.item.plan is not None:
+        yield claim.frontend, Found(claim.call, claim.index, claim.item.plan)
+
+
+def _known(claim: Claim) -> Iterator[Notice]:
+    """What a claim on an item that is on its way, or there, is told at once."""
+    yield from _found(claim)
+    if claim.item.is_stored:
+        yield Progress(0, claim.item.tokens, []).told_to(claim)
+    else:
+        for progress in claim.item.progress:
+            yield progress.told_to(claim)

@@ -147,7 +147,7 @@ class Supervisor:
         self._metrics.enter(Phase.LOADING)
 
     def _spawn(self) -> None:
-        self._arena_fd = slots.Arena.create(self._config.max_queue_bytes)
+        self._arena_fd = slots.Arena.create(self._config.arena_bytes)
         self._held.callback(os.close, self._arena_fd)
         arguments = (self._config, Child.CONTROL, inherited_fd(self._arena_fd))
         self._engine = Child("engine", self._engine_target, arguments)

@@ -8,20 +8,25 @@ The life of an item between a front-end and the engine, told by its (call, index
 
     Reserve -> Granted -> [front-end writes pixels] -> Submit -> [engine runs it] -> Rows ... -> Release
 
+Callers of equal items share one slot. The first is granted ENCODE and does as above; the others are granted WAIT and
+hear the same Rows, or TakeOver when the first is gone before its Submit: then the next one writes the pixels. Rows that
+are stored already are reported behind the grant. An item without media of its own, named by its key, hears Found.
+
 A front-end sends Release exactly once for every item it was granted, at whatever point it is done with it: the decode
-failed, the caller is gone, the rows are sent. From then on it touches the slot no more. The engine frees the slot at
-once, or as soon as the device no longer uses it.
+failed, the caller is gone, the rows are sent. From then on it touches the slot no more. The engine frees the slot, or
+moves its rows to the store, once nobody holds it and the device no longer uses it.
 """
 
 from __future__ import annotations
 
+import enum
 import socket
 
 import msgspec
 
 from .types import Dispatched, ItemPlan, Layout, Phase
 
-MAX_MESSAGE_BYTES = 160 << 10
+MAX_MESSAGE_BYTES = 320 << 10
 """Upper bound of one encoded message; a Reserve of a call with the most items stays below it."""
 
 # --- front-end to engine
@@ -34,6 +39,15 @@ class ItemRequest(msgspec.Struct, frozen=True, array_like=True):
     encoded_bytes: int  # bytes of the media in the front-end's memory
     pixel_bytes: int  # room for pixels in the slot
     row_bytes: int  # room for rows in the slot
+    key: bytes = b""  # of its rows in the store (`store.key_of`); empty: they are neither shared nor kept
+    fetch: bool = False  # it has no media, only the key: what is neither stored nor on its way is not granted
+
+
+class Hold(msgspec.Struct, frozen=True, array_like=True):
+    """A lease to be taken on rows."""
+
+    seconds: float
+    reads: int  # after so many the lease ends; 0: only by time
 
 
 class Reserve(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -42,6 +56,9 @@ class Reserve(msgspec.Struct, frozen=True, tag=True, array_like=True):
     call: int
     indices: list[int]
     items: list[ItemRequest]
+    deadline: float = float("inf")  # time.monotonic()
+    tenant: str = ""
+    hold: Hold | None = None
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -51,7 +68,6 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     index: int
     plan: ItemPlan
     dtype: str  # of the rows: "bfloat16", "float16" or "float32"
-    deadline: float  # time.monotonic(); infinity when the caller set none
 
 
 class Release(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -59,24 +75,63 @@ class Release(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     call: int
     index: int
+    served: bool = False  # its caller has all rows
+
+
+class EndLeases(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """End one lease of each item whose key begins with one of `names`."""
+
+    call: int
+    names: list[bytes]
 
 
 # --- engine to front-end
 
 
 class Slot(msgspec.Struct, frozen=True, array_like=True):
-    """A byte range of the arena: pixels first, rows behind them from `rows`."""
+    """Two byte ranges of the arena: pixels from `pixels` on, as many as the item has; rows from `rows` to `end`."""
 
-    start: int
+    pixels: int
     rows: int
     end: int
 
 
+class GrantKind(enum.IntEnum):
+    """What a front-end is to do with an item of its call."""
+
+    ENCODE = 0  # write its pixels and submit it
+    WAIT = 1  # its rows are there, or on their way
+    MISSING = 2  # nothing: no rows of this key are there or on their way
+    FULL = 3  # nothing: the store cannot hold one more lease
+
+
+class Grant(msgspec.Struct, frozen=True, array_like=True):
+    """The answer to one item of a Reserve. MISSING and FULL hold nothing and are not released."""
+
+    kind: GrantKind
+    slot: Slot
+
+
 class Granted(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The slots of a call, in the order of its Reserve."""
+    """The grants of a call, in the order of its Reserve."""
 
     call: int
-    slots: list[Slot]
+    grants: list[Grant]
+
+
+class TakeOver(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The caller who was to encode an item is gone: write its pixels and submit it."""
+
+    call: int
+    index: int
+
+
+class Found(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """What an item is that was named by its key; before its first Rows."""
+
+    call: int
+    index: int
+    plan: ItemPlan
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -100,6 +155,13 @@ class Rows(msgspec.Struct, frozen=True, tag=True, array_like=True):
     queue_s: float
     execute_s: float
     copy_s: float
+
+
+class LeasesEnded(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The answer to EndLeases."""
+
+    call: int
+    count: int
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -182,8 +244,9 @@ class Occupancy(msgspec.Struct, frozen=True, tag=True, array_like=True):
     works: bool = True  # whether the device computes
 
 
-ToEngine = Reserve | Submit | Release
-ToFrontend = Granted | Refused | Rows | Failed
+ToEngine = Reserve | Submit | Release | EndLeases
+OfItem = TakeOver | Found | Rows | Failed
+ToFrontend = Granted | Refused | LeasesEnded | OfItem
 ToChild = Attach | PhaseChange | EngineReady | Occupancy | Stop
 Message = ToEngine | ToFrontend | ToChild | FrontendReady | FrontendAlive
 

@@ -51,6 +51,14 @@ class Rejection(enum.StrEnum):
     AUTH = "auth"
 
 
+class Lookup(enum.StrEnum):
+    """What the store had for an item: its rows, the same item on its way, or nothing."""
+
+    HIT = "hit"
+    SHARED = "shared"
+    MISS = "miss"
+
+
 class TokenKind(enum.StrEnum):
     """What a replay computed: tokens of items, or padding up to its budget."""
 
@@ -78,6 +86,14 @@ QUEUE_ITEMS = Gauge("opticnerve_queue_items", "Items admitted and not finished."
 QUEUE_TOKENS = Gauge("opticnerve_queue_tokens", "Tokens of admitted items.", multiprocess_mode="livesum")
 QUEUE_BYTES = Gauge("opticnerve_queue_bytes", "Bytes reserved for admitted items.", multiprocess_mode="livesum")
 INFLIGHT_ITEMS = Gauge("opticnerve_inflight_items", "Items on the device.", multiprocess_mode="livesum")
+
+STORE_LOOKUPS = Counter("opticnerve_store_lookups_total", "Items looked up in the store.", ["result"])
+STORE_ITEMS = Gauge("opticnerve_store_items", "Items whose rows are stored.", multiprocess_mode="livesum")
+STORE_BYTES = Gauge("opticnerve_store_bytes", "Bytes of stored rows.", multiprocess_mode="livesum")
+STORE_LEASED_BYTES = Gauge(
+    "opticnerve_store_leased_bytes", "Bytes of rows under a lease, those to come included.", multiprocess_mode="livesum"
+)
+STORE_EVICTIONS = Counter("opticnerve_store_evictions_total", "Stored items that made room for others.")
 
 BATCH_ITEMS = Histogram("opticnerve_batch_items", "Items in a batch.", buckets=ITEMS_PER_BATCH)
 DISPATCHES = Counter(
@@ -121,6 +137,8 @@ for _result in Result:
     ITEMS.labels(_result)
 for _rejection in Rejection:
     REJECTED.labels(_rejection)
+for _lookup in Lookup:
+    STORE_LOOKUPS.labels(_lookup)
 
 _batch_tokens: Histogram | None = None
 

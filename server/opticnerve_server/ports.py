@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 
+WILDCARDS = ("0.0.0.0", "::")  # noqa: S104
+
 
 def split_address(address: str) -> tuple[str, int]:
     """Host, without brackets, and port of `host:port`."""
@@ -26,3 +28,9 @@ def reserve(address: str) -> tuple[socket.socket, str]:
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     held.bind((host, port))
     return held, f"{address.rpartition(':')[0]}:{held.getsockname()[1]}"
+
+
+def advertised(address: str) -> str:
+    """The address by which others reach a server that listens on `address`: a wildcard becomes this host's name."""
+    host, port = split_address(address)
+    return f"{socket.gethostname()}:{port}" if host in WILDCARDS else address

@@ -27,17 +27,20 @@ ROW_TOLERANCE = 5
 
 POISON = 255
 
+ELSEWHERE = 1 << 26
+"""Lines said of the paths that are not tried: more than they have, so that theirs are told from the tried one's."""
+
 
 def sample_parts(planner: Planner, path: str, capacity: Capacity) -> list[ItemPlan]:
     """Images that fill a capacity as far as their sizes allow, the largest first; none if the smallest is too big."""
-    plans: dict[tuple[int, int], ItemPlan] = {}
+    plans: dict[tuple[int, int, int], ItemPlan] = {}
     for side in (*range(4, 32, 4), *range(32, 4096, 32)):
         for height, width in ((side, side), (side, 2 * side)):
             try:
                 plan = planner.plan(ImageItem(height, width))
             except PlanError:
                 continue
-            plans[plan.height, plan.width] = plan
+            plans[plan.height, plan.width, plan.paths[path].units] = plan
     parts: list[ItemPlan] = []
     for plan in sorted(plans.values(), key=lambda plan: plan.paths[path].units, reverse=True):
         while plan.paths[path].units and holds(capacity, Load.of(part.paths[path] for part in [*parts, plan])):
@@ -62,8 +65,10 @@ def write_batch(
 
 def used_lines(tower: Tower, path: str, parts: Sequence[ItemPlan], lines: int) -> npt.NDArray[np.int64]:
     """Which lines of a path's output the rows of `parts` are made of, in their order."""
-    index = tower.gather_index(parts, {name: lines if name == path else 0 for name in tower.planner.paths})
-    return index[index < lines].astype(np.int64)
+    counts = {name: lines if name == path else ELSEWHERE for name in tower.planner.paths}
+    begin = sum(counts[name] for name in list(counts)[: list(counts).index(path)])
+    index = tower.gather_index(parts, counts) - begin
+    return index[(index >= 0) & (index < lines)].astype(np.int64)
 
 
 def self_test(graphs: GraphManager, progress: Callable[[str, Capacity], None]) -> None:

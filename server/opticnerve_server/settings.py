@@ -244,6 +244,12 @@ def seconds(text: str) -> float:
     return value
 
 
+def positive_seconds(text: str) -> float:
+    if not (value := seconds(text)):
+        raise ValueError("must be over 0 seconds")
+    return value
+
+
 def choice(*words: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in words:

@@ -14,8 +14,10 @@ from grpc_reflection.v1alpha import reflection
 from opticnerve.v1 import encoder_pb2_grpc as pb_grpc
 
 from . import health
+from .auth import watch_tokens
 from .config import Config
 from .interceptors import Border
+from .tls import Certificates, watch_certificates
 from .types import Phase
 
 HealthServicer: TypeAlias = health_aio.HealthServicer
@@ -45,14 +47,44 @@ def server_options(config: Config) -> list[tuple[str, int]]:
 def build_server(
     config: Config, service: pb_grpc.EncoderServiceServicer, health_servicer: HealthServicer
 ) -> grpc.aio.Server:
-    """A server with the service, health and reflection; not bound, not started."""
+    """A server with the service, health and reflection; not bound, not started. Raises ConfigError for tokens."""
     server = grpc.aio.server(
-        interceptors=[Border()], options=server_options(config), compression=grpc.Compression.NoCompression
+        interceptors=[Border(config, watch_tokens(config))],
+        options=server_options(config),
+        compression=grpc.Compression.NoCompression,
     )
     pb_grpc.add_EncoderServiceServicer_to_server(service, server)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    reflection.enable_server_reflection((health.SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME), server)
+    if config.reflection:
+        reflection.enable_server_reflection((health.SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME), server)
     return server
+
+
+def add_port(server: grpc.aio.Server, address: str, config: Config) -> int:
+    """Bind `address`, plaintext or TLS; the port. Raises RuntimeError when it cannot be had, ConfigError.
+
+    New certificates are those of the connections that begin after them; a connection lasts minutes, see
+    `max_connection_age_ms`.
+    """
+    watched = watch_certificates(config)
+    if watched is None:
+        return server.add_insecure_port(address)
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        """Before each handshake, on a thread of gRPC."""
+        return _as_grpc(watched.value) if watched.refresh() else None
+
+    credentials = grpc.dynamic_ssl_server_credentials(
+        _as_grpc(watched.value),
+        changed,  # type: ignore[arg-type]  # None means no change
+        require_client_authentication=bool(config.tls_client_ca),
+    )
+    return server.add_secure_port(address, credentials)
+
+
+def _as_grpc(certificates: Certificates) -> grpc.ServerCertificateConfiguration:
+    pair = (certificates.key, certificates.cert)
+    return grpc.ssl_server_certificate_configuration([pair], root_certificates=certificates.client_ca)
 
 
 async def publish_health(health_servicer: HealthServicer, phase: Phase, started: bool) -> None:

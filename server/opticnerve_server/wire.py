@@ -75,8 +75,10 @@ def layout_message(layout: Layout, dtype: str, rows: int = 0) -> pb.Layout:
     )
 
 
-def finished_message(dispatches: Iterable[Dispatched], crc32: int, seconds: dict[str, float]) -> pb.ItemFinished:
-    """The end of an item whose rows were sent. `seconds` has an entry for every field of StageDurations."""
+def finished_message(
+    dispatches: Iterable[Dispatched], crc32: int, seconds: dict[str, float], store_hit: bool
+) -> pb.ItemFinished:
+    """The end of an item that succeeds. `seconds` is by the names of StageDurations."""
     return pb.ItemFinished(
         crc32=crc32,
         durations=pb.StageDurations(**{stage: to_duration(value) for stage, value in seconds.items()}),
@@ -91,4 +93,5 @@ def finished_message(dispatches: Iterable[Dispatched], crc32: int, seconds: dict
             )
             for dispatched in dispatches
         ],
+        store_hit=store_hit,
     )

@@ -27,6 +27,11 @@ SETTINGS = {
     "metrics_listen": ("--metrics-listen", "OPTICNERVE_METRICS_LISTEN"),
     "frontends": ("--frontends", "OPTICNERVE_FRONTENDS"),
     "preprocess_threads": ("--preprocess-threads", "OPTICNERVE_PREPROCESS_THREADS"),
+    "tls_cert": ("--tls-cert", "OPTICNERVE_TLS_CERT"),
+    "tls_key": ("--tls-key", "OPTICNERVE_TLS_KEY"),
+    "tls_client_ca": ("--tls-client-ca", "OPTICNERVE_TLS_CLIENT_CA"),
+    "reflection": ("--reflection", "OPTICNERVE_REFLECTION"),
+    "auth_token_file": ("--auth-token-file", "OPTICNERVE_AUTH_TOKEN_FILE"),
     "graphs": ("--graphs", "OPTICNERVE_GRAPHS"),
     "token_budgets": ("--token-budgets", "OPTICNERVE_TOKEN_BUDGETS"),
     "max_token_budget": ("--max-token-budget", "OPTICNERVE_MAX_TOKEN_BUDGET"),
@@ -36,11 +41,16 @@ SETTINGS = {
     "max_queue_items": ("--max-queue-items", "OPTICNERVE_MAX_QUEUE_ITEMS"),
     "max_queue_tokens": ("--max-queue-tokens", "OPTICNERVE_MAX_QUEUE_TOKENS"),
     "max_queue_bytes": ("--max-queue-bytes", "OPTICNERVE_MAX_QUEUE_BYTES"),
+    "store_bytes": ("--store-bytes", "OPTICNERVE_STORE_BYTES"),
+    "max_lease": ("--max-lease", "OPTICNERVE_MAX_LEASE"),
+    "advertise": ("--advertise", "OPTICNERVE_ADVERTISE"),
     "max_image_pixels": ("--max-image-pixels", "OPTICNERVE_MAX_IMAGE_PIXELS"),
     "max_video_frames": ("--max-video-frames", "OPTICNERVE_MAX_VIDEO_FRAMES"),
     "max_video_seconds": ("--max-video-seconds", "OPTICNERVE_MAX_VIDEO_SECONDS"),
     "max_item_tokens": ("--max-item-tokens", "OPTICNERVE_MAX_ITEM_TOKENS"),
     "max_request_bytes": ("--max-request-bytes", "OPTICNERVE_MAX_REQUEST_BYTES"),
+    "default_timeout": ("--default-timeout", "OPTICNERVE_DEFAULT_TIMEOUT"),
+    "stream_stall_timeout": ("--stream-stall-timeout", "OPTICNERVE_STREAM_STALL_TIMEOUT"),
     "startup_timeout": ("--startup-timeout", "OPTICNERVE_STARTUP_TIMEOUT"),
     "drain_delay": ("--drain-delay", "OPTICNERVE_DRAIN_DELAY"),
     "grace": ("--grace", "OPTICNERVE_GRACE"),
@@ -48,8 +58,9 @@ SETTINGS = {
 """By file key."""
 
 COMMANDS = {
-    "serve": {"--config", "--print-config", "--no-graphs"},
-    "check": {"--config", "--json", "--no-graphs"},
+    "serve": {"--config", "--print-config", "--no-graphs", "--no-reflection"},
+    "check": {"--config", "--json", "--no-graphs", "--no-reflection"},
+    "soak": {"--config", "--no-graphs", "--no-reflection", "--calls", "--minutes", "--concurrency", "--seed"},
     "make-checkpoint": {"--arch", "--out", "--seed"},
 }
 """The flags of each command beside those of the settings."""
@@ -64,6 +75,11 @@ METRICS = {
     "opticnerve_queue_bytes": ("gauge", ()),
     "opticnerve_inflight_items": ("gauge", ()),
     "opticnerve_rejected": ("counter", ("reason",)),
+    "opticnerve_store_lookups": ("counter", ("result",)),
+    "opticnerve_store_items": ("gauge", ()),
+    "opticnerve_store_bytes": ("gauge", ()),
+    "opticnerve_store_leased_bytes": ("gauge", ()),
+    "opticnerve_store_evictions": ("counter", ()),
     "opticnerve_batch_items": ("histogram", ()),
     "opticnerve_batch_tokens": ("histogram", ()),
     "opticnerve_dispatches": ("counter", ("path", "outcome", "reason")),
@@ -94,11 +110,11 @@ def test_flags_of_a_command(command: str, capsys: pytest.CaptureFixture[str]) ->
         cli.main([command, "--help"])
     assert exit.value.code == 0
     shown = capsys.readouterr().out
-    expected = COMMANDS[command] - {"--no-graphs"}
+    expected = COMMANDS[command] - {"--no-graphs", "--no-reflection"}
     if command != "make-checkpoint":
         expected |= {flag for flag, _ in SETTINGS.values()}
     found = {word.strip(",[]") for word in shown.split() if word.startswith(("--", "[--"))}
-    assert found - {"--help", "--no-graphs"} == expected
+    assert found - {"--help", "--no-graphs", "--no-reflection"} == expected
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,6 +147,7 @@ def test_metric_label_values() -> None:
     assert [*metrics.Result] == ["ok", "invalid", "failed", "cancelled", "expired"]
     assert [*metrics.Stage] == ["admit", "preprocess", "queue", "execute", "copy", "stream"]
     assert [*metrics.Rejection] == ["queue_full", "too_large", "draining", "loading", "auth"]
+    assert [*metrics.Lookup] == ["hit", "shared", "miss"]
     assert [*metrics.TokenKind] == ["useful", "padding"]
     assert [*Outcome] == ["hit", "miss"]
     assert [*Reason] == [

@@ -48,7 +48,7 @@ def fake_engine(config: Config, control: socket.socket, arena_fd: int) -> None:
     behaviour = os.environ.get("FAKE_ENGINE", "serve")
     if behaviour.startswith("exit:"):
         sys.exit(int(behaviour.removeprefix("exit:")))
-    assert os.fstat(arena_fd).st_size == config.max_queue_bytes
+    assert os.fstat(arena_fd).st_size == config.arena_bytes
     control.send(messages.encode(PhaseChange(Phase.CAPTURING, "0 of 1 graphs")))
     while behaviour == "slow" and not Path(os.environ["FAKE_GATE"]).exists():
         time.sleep(0.02)

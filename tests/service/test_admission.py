@@ -17,7 +17,8 @@ from opticnerve_server import messages
 from opticnerve_server.admission import MAX_UNSENT, Admission
 from opticnerve_server.config import MAX_QUEUE_ITEMS
 from opticnerve_server.errors import ServiceError
-from opticnerve_server.messages import Granted, ItemRequest, Refused, Reserve, Slot
+from opticnerve_server.messages import Grant, Granted, GrantKind, Hold, ItemRequest, Refused, Reserve, Slot
+from opticnerve_server.store import NAME_BYTES, VARIANT_BYTES
 
 REQUEST = pb.EncodeRequest(items=[raw_item(picture(16, 16))] * 2)
 
@@ -77,9 +78,9 @@ async def test_a_call_that_can_never_fit_is_invalid() -> None:
 
 def test_the_largest_call_fits_in_one_message() -> None:
     most = 1 << 32
-    request = ItemRequest(most, most, most, most)
-    reserve = Reserve(1 << 40, list(range(MAX_QUEUE_ITEMS)), [request] * MAX_QUEUE_ITEMS)
-    granted = Granted(1 << 40, [Slot(most, most, most)] * MAX_QUEUE_ITEMS)
+    request = ItemRequest(most, most, most, most, bytes(NAME_BYTES + VARIANT_BYTES), fetch=True)
+    reserve = Reserve(1 << 40, list(range(MAX_QUEUE_ITEMS)), [request] * MAX_QUEUE_ITEMS, 1e9, "t" * 64, Hold(1e9, 9))
+    granted = Granted(1 << 40, [Grant(GrantKind.ENCODE, Slot(most, most, most))] * MAX_QUEUE_ITEMS)
     assert len(messages.encode(reserve)) <= messages.MAX_MESSAGE_BYTES
     assert len(messages.encode(granted)) <= messages.MAX_MESSAGE_BYTES
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 from google.rpc import error_details_pb2
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from fake_planner import FakePlanner
 from frontend_harness import (
@@ -122,3 +124,36 @@ async def test_a_caller_that_leaves_a_little_before_its_deadline_has_expired() -
         server.engine.resume()
     assert count(REQUESTS, "Encode", "DEADLINE_EXCEEDED") == calls + 1
     assert count(ITEMS, Result.EXPIRED) == items + 2
+
+
+async def test_a_caller_without_a_deadline_has_the_default_one() -> None:
+    calls, items = count(REQUESTS, "Encode", "DEADLINE_EXCEEDED"), count(ITEMS, Result.EXPIRED)
+    async with serving(default_timeout=0.3) as server:
+        server.engine.hold_rows = True
+        patient = asyncio.create_task(collect(server.stub.Encode(PAIR, timeout=20)))
+        started = time.monotonic()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(server.stub.Encode(PAIR))
+        assert 0.25 < time.monotonic() - started < 5
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert reason_of(caught.value) == "EXPIRED_IN_QUEUE"
+        assert "0.3 s" in str(caught.value.details())
+        assert not patient.done(), "its own deadline counts"
+        server.engine.resume()
+        assert all(answer.finished for answer in (await patient).values())
+    assert count(REQUESTS, "Encode", "DEADLINE_EXCEEDED") == calls + 1
+    assert count(ITEMS, Result.EXPIRED) == items + 2
+
+
+async def test_the_engine_knows_the_default_deadline() -> None:
+    async with serving(default_timeout=50.0) as server:
+        await collect(server.stub.Encode(PAIR))
+        assert 40 < server.engine.reserved[-1].deadline - time.monotonic() < 50
+
+
+async def test_no_reflection() -> None:
+    async with serving(reflection=False) as server:
+        mirror = reflection_pb2_grpc.ServerReflectionStub(server.channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await mirror.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")])).read()
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -13,7 +13,7 @@ import pytest
 from fake_planner import FakePlanner
 from frontend_harness import Gate, Harness, collect, picture, raw_item, reason_of, serving, until, until_gone
 from opticnerve.v1 import encoder_pb2 as pb
-from opticnerve_server import interceptors, preprocess
+from opticnerve_server import preprocess
 from opticnerve_server.metrics import ITEMS, REQUESTS, Result
 
 REQUEST = pb.EncodeRequest(items=[raw_item(picture(16, 16, seed=i)) for i in range(4)])
@@ -158,12 +158,12 @@ async def test_calls_are_counted_by_how_they_end() -> None:
         assert {code: count(code) - before[code] for code in codes} == dict.fromkeys(codes, 1)
 
 
-async def test_a_reader_that_stalls_loses_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interceptors.Border.__init__, "__defaults__", (0.3,))
+async def test_a_reader_that_stalls_loses_its_call() -> None:
     # By itself gRPC widens its window with what it measures, at times until it takes all of the rows unread.
     narrow = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 64 << 10)]
     large = raw_item(np.zeros((4096, 2048, 3), np.uint8))  # 16 MiB of rows
-    async with serving(channel_options=narrow, max_queue_bytes=128 << 20, max_request_bytes=64 << 20) as server:
+    large_enough = {"max_queue_bytes": 128 << 20, "max_request_bytes": 64 << 20}
+    async with serving(channel_options=narrow, stream_stall_timeout=0.3, **large_enough) as server:
         call = server.stub.Encode(pb.EncodeRequest(items=[large], dtype=pb.DTYPE_FLOAT32))
         await call.read()
         await until_gone(server)  # without a word from the caller

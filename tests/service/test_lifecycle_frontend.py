@@ -215,7 +215,7 @@ def test_the_port_needs_no_torch() -> None:
 async def test_a_process_of_its_own() -> None:
     """The whole thing with the planner of a real model: spawn, load, encode, drain, exit 0."""
     config = Config(model="preset:qwen3-vl-2b", load_format="dummy", frontends=1, max_queue_bytes=32 << 20)
-    engine = FakeEngine(width=4 * 2048, size=config.max_queue_bytes)
+    engine = FakeEngine(width=4 * 2048, size=config.arena_bytes)
     reserved, address = reserve("127.0.0.1:0")
     with reserved:
         child = Child(

@@ -270,6 +270,6 @@ def test_threads_are_split_over_the_front_ends_that_were_asked_for(monkeypatch: 
 
 def test_a_call_of_the_most_items_fits_in_one_message() -> None:
     most = 1 << 40
-    item = messages.ItemRequest(most, most, most, most)
+    item = messages.ItemRequest(most, most, most, most, bytes(32))
     call = messages.Reserve(most, list(range(MAX_QUEUE_ITEMS)), [item] * MAX_QUEUE_ITEMS)
     assert len(messages.encode(call)) <= messages.MAX_MESSAGE_BYTES

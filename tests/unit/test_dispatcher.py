@@ -10,7 +10,7 @@ import torch
 
 from fake_tower import FakeTower
 from house import House
-from opticnerve_server.batcher import Batch, Failure, Part, _drop_expired
+from opticnerve_server.batcher import Batch, Failure, Part
 from opticnerve_server.dispatcher import Finished
 from opticnerve_server.messages import ItemRequest, Reserve, Submit
 from opticnerve_server.models.base import ImageItem
@@ -112,11 +112,11 @@ def test_expired_and_released_items_are_dropped_when_the_batch_is_taken() -> Non
     for part in joined:
         part.landed_at = house.dispatcher.land(part)
     assert len(joined) == 4
-    house.ledger.release(0, gone.call, 0)
+    house.ledger.release(0, house.call_of[gone], 0)
     time.sleep(0.06)
     batch = house.take()
-    assert [part.item.call for part in batch.parts] == [0, 3]
-    assert sorted(part.item.call for part in batch.dropped) == [1, 2]
+    assert [house.call_of[part.item] for part in batch.parts] == [0, 3]
+    assert sorted(house.call_of[part.item] for part in batch.dropped) == [1, 2]
     house.dispatcher.run(batch)
     house.dispatcher.stop()
     house.dispatcher.finish_forever()
@@ -132,22 +132,25 @@ def test_earlier_calls_go_first_whenever_their_pixels_are_ready() -> None:
         message = Reserve(call, [0], [ItemRequest(plan.tokens, 0, plan.pixel_bytes, plan.tokens * 8)])
         requests.append(house.ledger.reserve(0, message))
     for call in (1, 0):
-        item = house.ledger.submit(0, Submit(call, 0, plan, "float32", 1e12))
+        item, _ = house.ledger.submit(0, Submit(call, 0, plan, "float32"))
         assert item is not None
+        house.call_of[item] = call
         house.batcher.put(item)
-    assert [part.item.call for part in house.take().parts] == [0]
+    assert [house.call_of[part.item] for part in house.take().parts] == [0]
 
 
 def test_float16_rows_that_overflow_fail_alone() -> None:
     house = House()
     bright = house.submit(4, 4, dtype="float16")
-    house.slots[bright.slot.start : bright.slot.rows] = 1  # 48 bytes of 1: small sums
+    house.pixels(bright)[:] = 1  # 48 bytes of 1: small sums
     house.media[0] = np.ones((4, 4, 3), np.uint8)
     house.submit(128, 4, dtype="float16")  # wide sums stay below 65504 on main: no failure expected there
     house.submit(4, 512, dtype="float16")  # the side path sums all bytes: far over the range
     house.submit(4, 512)
     house.run_all()
-    failures = {result.part.item.call: result.failure for finished in house.finished for result in finished.results}
+    failures = {
+        house.call_of[result.part.item]: result.failure for finished in house.finished for result in finished.results
+    }
     assert failures[0] is None
     assert failures[1] is None
     assert failures[3] is None
@@ -171,11 +174,13 @@ def test_nan_rows_fail_their_item_and_no_later_one() -> None:
     house = House(SickTower())
     for _ in range(3):
         sick = house.submit(16, 16)
-        house.slots[sick.slot.start : sick.slot.rows] = 7
+        house.pixels(sick)[:] = 7
         house.submit(8, 8)
         house.submit(12, 8)
     house.run_all()
-    failed = {result.part.item.call for finished in house.finished for result in finished.results if result.failure}
+    failed = {
+        house.call_of[result.part.item] for finished in house.finished for result in finished.results if result.failure
+    }
     assert failed == {0, 3, 6}
     for call in {1, 2, 4, 5, 7, 8}:
         house.check(call)
@@ -189,13 +194,13 @@ def test_a_batch_that_lost_all_its_parts_leaves_no_pixels_behind() -> None:
         with house.batcher._changed:
             (joined,) = house.batcher._join()
         joined.landed_at = house.dispatcher.land(joined)
-        house.ledger.release(0, big.call, 0)
+        house.ledger.release(0, house.call_of[big], 0)
         batch = house.take()
         assert batch.parts == []
         assert batch.dropped == [joined]
-        house.ledger.from_device(big, 0)
+        house.ledger.fail(big, "EXPIRED_IN_QUEUE", "")
         house.dispatcher.run(batch)
-    calls = [house.submit(32, 32).call for _ in range(2)]
+    calls = [house.call_of[house.submit(32, 32)] for _ in range(2)]
     house.run_all()
     for call in calls:
         house.check(call)
@@ -209,7 +214,7 @@ def test_a_part_that_could_not_land_is_dropped() -> None:
     failure = Failure("GPU_MEMORY", "no memory", 1.0)
 
     def land(part: Part) -> int:
-        if part.item.call == 0:
+        if house.call_of[part.item] == 0:
             part.failure = failure
             return 0
         return house.dispatcher.land(part)
@@ -221,28 +226,6 @@ def test_a_part_that_could_not_land_is_dropped() -> None:
     house.dispatcher.stop()
     house.dispatcher.finish_forever()
     house.check(1)
-
-
-def test_an_item_released_while_it_is_looked_at_is_not_lost() -> None:
-    house = House()
-    house.submit(8, 8)
-
-    class Fickle:
-        """Released the second time somebody asks."""
-
-        asked, deadline = 0, 1e12
-
-        @property
-        def released(self) -> bool:
-            self.asked += 1
-            return self.asked > 1
-
-    batch = house.take()
-    for part in batch.parts:
-        part.item = Fickle()  # type: ignore[assignment]
-    count = len(batch.parts)
-    _drop_expired(batch)
-    assert len(batch.parts) + len(batch.dropped) == count == 1
 
 
 class StarvedTower(FakeTower):

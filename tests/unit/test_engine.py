@@ -22,8 +22,8 @@ def pair() -> Iterator[tuple[Engine, socket.socket]]:
     """An engine before it has loaded anything, and the supervisor's end of its control socket."""
     ours, theirs = messages.socket_pair()
     ours.settimeout(0.2)
-    config = Config(model="none", max_queue_bytes=1 << 20, max_request_bytes=1 << 20)
-    arena_fd = Arena.create(config.max_queue_bytes)
+    config = Config(model="none", max_queue_bytes=1 << 20, max_request_bytes=1 << 20, store_bytes=0)
+    arena_fd = Arena.create(config.arena_bytes)
     yield Engine(config, theirs, arena_fd), ours
     os.close(arena_fd)
     ours.close()

@@ -105,7 +105,7 @@ def test_a_poisonous_item_fails_alone(use_graphs: bool) -> None:
     for call in range(8):
         item = house.submit(*SMALL)
         if call == 5:
-            house.slots[item.slot.start : item.slot.rows] = 7
+            house.pixels(item)[:] = 7
     house.submit(8, 16)
     house.run_all()
     assert house.failed == {5: FAILED}

@@ -182,10 +182,10 @@ class Delivery(google.protobuf.message.Message):
         TTL_FIELD_NUMBER: builtins.int
         READS_FIELD_NUMBER: builtins.int
         reads: builtins.int
-        """After how many reads the lease ends; 0 means only by time."""
+        """After how many reads, which are fetches by digest that took all rows, the lease ends; 0 means only by time."""
         @property
         def ttl(self) -> google.protobuf.duration_pb2.Duration:
-            """How long the rows are kept."""
+            """How long the rows are kept; unset means 60 s. More than the server's limit is REQUEST_INVALID."""
 
         def __init__(
             self,
@@ -204,7 +204,9 @@ class Delivery(google.protobuf.message.Message):
 
     @property
     def hold(self) -> global___Delivery.Hold:
-        """Keep the rows under a lease, to be fetched by digest. Not built yet: UNIMPLEMENTED."""
+        """Keep the rows under a lease, to be fetched by digest, and send none. Each item is answered by ItemStarted and
+        ItemFinished as soon as it is planned. It is then encoded whether or not the caller stays; a fetch waits for it.
+        """
 
     def __init__(
         self,
@@ -252,7 +254,7 @@ class Item(google.protobuf.message.Message):
 
     @property
     def digest(self) -> global___Digest:
-        """Content that the server may already have. Not built yet: the item fails with UNIMPLEMENTED."""
+        """Media that the server may have encoded already, or be encoding: then it waits. Else the item fails with NOT_CACHED."""
 
     def __init__(
         self,
@@ -507,14 +509,21 @@ class Digest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SHA256_FIELD_NUMBER: builtins.int
+    SAMPLING_FIELD_NUMBER: builtins.int
     sha256: builtins.bytes
     """SHA-256 of the canonical media, 32 bytes, as ItemStarted.digest gives it."""
+    @property
+    def sampling(self) -> global___Sampling:
+        """How the frames of a video were chosen, exactly as it was sent with the video."""
+
     def __init__(
         self,
         *,
         sha256: builtins.bytes = ...,
+        sampling: global___Sampling | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["sha256", b"sha256"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["sampling", b"sampling"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["sampling", b"sampling", "sha256", b"sha256"]) -> None: ...
 
 global___Digest = Digest
 
@@ -587,7 +596,7 @@ class ItemStarted(google.protobuf.message.Message):
     instance_id: builtins.str
     """Which server process family answered; changes with every start."""
     address: builtins.str
-    """Address at which held rows can be fetched; empty while nothing is held."""
+    """Address at which held rows can be fetched, of this very server; empty where nothing is held for this call."""
     @property
     def plan(self) -> global___ItemPlan:
         """What the item becomes."""
@@ -598,7 +607,7 @@ class ItemStarted(google.protobuf.message.Message):
 
     @property
     def lease_expiry(self) -> google.protobuf.duration_pb2.Duration:
-        """Time left on the lease; unset while nothing is held."""
+        """Time left on the lease; unset where nothing is held for this call."""
 
     def __init__(
         self,
@@ -832,9 +841,9 @@ class ItemFinished(google.protobuf.message.Message):
     DISPATCHES_FIELD_NUMBER: builtins.int
     STORE_HIT_FIELD_NUMBER: builtins.int
     crc32: builtins.int
-    """zlib CRC-32 of all rows."""
+    """zlib CRC-32 of all rows that were sent."""
     store_hit: builtins.bool
-    """Whether the rows came from the store."""
+    """Whether nothing was encoded for this item: its rows were stored, or on their way for another caller."""
     @property
     def durations(self) -> global___StageDurations:
         """Where the time went."""
@@ -1369,6 +1378,8 @@ class Limits(google.protobuf.message.Message):
     MAX_QUEUE_BYTES_FIELD_NUMBER: builtins.int
     MAX_VIDEO_FRAMES_FIELD_NUMBER: builtins.int
     MAX_VIDEO_SECONDS_FIELD_NUMBER: builtins.int
+    STORE_BYTES_FIELD_NUMBER: builtins.int
+    MAX_LEASE_SECONDS_FIELD_NUMBER: builtins.int
     max_request_bytes: builtins.int
     """Bytes of one request."""
     max_image_pixels: builtins.int
@@ -1385,6 +1396,10 @@ class Limits(google.protobuf.message.Message):
     """Frames of one video as sent."""
     max_video_seconds: builtins.float
     """Seconds that one video lasts."""
+    store_bytes: builtins.int
+    """Bytes of rows kept for callers with the same media."""
+    max_lease_seconds: builtins.float
+    """Seconds that a lease may last."""
     def __init__(
         self,
         *,
@@ -1396,8 +1411,10 @@ class Limits(google.protobuf.message.Message):
         max_queue_bytes: builtins.int = ...,
         max_video_frames: builtins.int = ...,
         max_video_seconds: builtins.float = ...,
+        store_bytes: builtins.int = ...,
+        max_lease_seconds: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["max_image_pixels", b"max_image_pixels", "max_item_tokens", b"max_item_tokens", "max_queue_bytes", b"max_queue_bytes", "max_queue_items", b"max_queue_items", "max_queue_tokens", b"max_queue_tokens", "max_request_bytes", b"max_request_bytes", "max_video_frames", b"max_video_frames", "max_video_seconds", b"max_video_seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["max_image_pixels", b"max_image_pixels", "max_item_tokens", b"max_item_tokens", "max_lease_seconds", b"max_lease_seconds", "max_queue_bytes", b"max_queue_bytes", "max_queue_items", b"max_queue_items", "max_queue_tokens", b"max_queue_tokens", "max_request_bytes", b"max_request_bytes", "max_video_frames", b"max_video_frames", "max_video_seconds", b"max_video_seconds", "store_bytes", b"store_bytes"]) -> None: ...
 
 global___Limits = Limits
 

@@ -79,7 +79,8 @@ class EncoderServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Release ends the lease of a held embedding early. Not built yet: answers UNIMPLEMENTED.
+        """Release ends leases early: of each digest the one that would end first. Rows without a lease may still be found by
+        their digest until their room is needed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

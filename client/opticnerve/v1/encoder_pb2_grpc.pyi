@@ -42,7 +42,9 @@ class EncoderServiceStub:
         opticnerve.v1.encoder_pb2.ReleaseRequest,
         opticnerve.v1.encoder_pb2.ReleaseResponse,
     ]
-    """Release ends the lease of a held embedding early. Not built yet: answers UNIMPLEMENTED."""
+    """Release ends leases early: of each digest the one that would end first. Rows without a lease may still be found by
+    their digest until their room is needed.
+    """
 
     GetServerInfo: grpc.UnaryUnaryMultiCallable[
         opticnerve.v1.encoder_pb2.GetServerInfoRequest,
@@ -76,7 +78,9 @@ class EncoderServiceAsyncStub:
         opticnerve.v1.encoder_pb2.ReleaseRequest,
         opticnerve.v1.encoder_pb2.ReleaseResponse,
     ]
-    """Release ends the lease of a held embedding early. Not built yet: answers UNIMPLEMENTED."""
+    """Release ends leases early: of each digest the one that would end first. Rows without a lease may still be found by
+    their digest until their room is needed.
+    """
 
     GetServerInfo: grpc.aio.UnaryUnaryMultiCallable[
         opticnerve.v1.encoder_pb2.GetServerInfoRequest,
@@ -116,7 +120,9 @@ class EncoderServiceServicer(metaclass=abc.ABCMeta):
         request: opticnerve.v1.encoder_pb2.ReleaseRequest,
         context: _ServicerContext,
     ) -> typing.Union[opticnerve.v1.encoder_pb2.ReleaseResponse, collections.abc.Awaitable[opticnerve.v1.encoder_pb2.ReleaseResponse]]:
-        """Release ends the lease of a held embedding early. Not built yet: answers UNIMPLEMENTED."""
+        """Release ends leases early: of each digest the one that would end first. Rows without a lease may still be found by
+        their digest until their room is needed.
+        """
 
     @abc.abstractmethod
     def GetServerInfo(

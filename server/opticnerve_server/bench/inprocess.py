@@ -19,7 +19,7 @@ import torch
 from ..batcher import Batcher
 from ..dispatcher import DTYPES, Dispatcher, Finished
 from ..graphs import GraphManager
-from ..ledger import Item, Ledger
+from ..ledger import Item, Ledger, Progress
 from ..messages import Granted, ItemRequest, Reserve, Submit
 from ..models.base import Tower
 from ..types import ROW_BYTES, Capacity, ItemPlan
@@ -77,12 +77,13 @@ class InProcessEngine:
         call, self._calls = self._calls, self._calls + 1
         width = self.tower.planner.layout.width
         requests = [ItemRequest(p.tokens, 0, p.pixel_bytes, p.tokens * width * ROW_BYTES[dtype]) for p in plans]
-        granted = self.ledger.reserve(0, Reserve(call, list(range(len(plans))), requests))
+        ((_, granted),) = self.ledger.reserve(0, Reserve(call, list(range(len(plans))), requests))
         assert isinstance(granted, Granted), granted
         items = []
-        for index, (plan, slot, data) in enumerate(zip(plans, granted.slots, pixels, strict=True)):
-            self.slots[slot.start : slot.rows].numpy()[...] = data.reshape(-1)
-            item = self.ledger.submit(0, Submit(call, index, plan, dtype, float("inf")))
+        for index, (plan, grant, data) in enumerate(zip(plans, granted.grants, pixels, strict=True)):
+            start = grant.slot.pixels
+            self.slots[start : start + plan.pixel_bytes].numpy()[...] = data.reshape(-1)
+            item, _ = self.ledger.submit(0, Submit(call, index, plan, dtype))
             assert item is not None
             items.append(item)
         return items
@@ -112,7 +113,8 @@ class InProcessEngine:
     def free(self, items: Sequence[Item]) -> None:
         """Give the slots back."""
         for item in items:
-            self.ledger.release(0, item.call, item.index)
+            (claim,) = item.claims
+            self.ledger.release(*claim.id)
 
     def _device_forever(self) -> None:
         try:
@@ -132,7 +134,8 @@ class InProcessEngine:
     def _finished(self, finished: Finished) -> None:
         self.batches.append(finished)
         for result in finished.results:
-            self.ledger.from_device(result.part.item, result.part.plan.tokens)
+            part = result.part
+            self.ledger.from_device(part.item, Progress(part.first_row, part.plan.tokens, []))
         with self._done:
             self._waiting -= sum(result.part.plan.tokens for result in finished.results)
             self._done.notify_all()

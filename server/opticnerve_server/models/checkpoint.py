@@ -94,8 +94,38 @@ _VISION["llama4"] = {
     "projector_output_dim": 80,
 }
 
+_VISION["deepseek_ocr"] = {
+    "image_size": 256,
+    "width": {
+        "sam_vit_b": {
+            "width": 64, "layers": 3, "heads": 4, "global_attn_indexes": [1], "downsample_channels": [80, 96],
+        },
+        "clip-l-14-224": {"width": 96, "layers": 2, "heads": 4, "image_size": 56, "patch_size": 14},
+    },
+}  # fmt: skip
+
+_VISION["step_vl"] = _VISION["step3p7"] = {
+    "width": 96,
+    "layers": 3,
+    "heads": 4,
+    "mlp_ratio": 2.0,
+    "image_size": 112,
+    "patch_size": 14,
+}
+_VISION["step3_vl"] = {
+    "hidden_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 200,
+    "output_hidden_size": 120,
+    "image_size": 112,
+    "patch_size": 14,
+}
+
 _SETTINGS: dict[str, dict[str, Any]] = {
     "gemma3": {"mm_tokens_per_image": 4},
+    "deepseek_ocr": {"projector_config": {"projector_type": "linear", "n_embed": 128}},
+    "step3_vl": {"understand_projector_stride": 2, "projector_bias": False},
     "internvl_chat": {**PROCESSORS["internvl_chat"], "ps_version": "v2", "llm_config": {"hidden_size": 128}},
 }
 """What else config.json says, by architecture."""
@@ -104,8 +134,11 @@ _TILES: dict[str, dict[str, Any]] = {
     "gemma3": {"size": {"height": 112, "width": 112}},
     "internvl": {"size": {"height": 56, "width": 56}},
     "llama4": {"size": {"height": 56, "width": 56}},
+    "deepseek_ocr": {"base_size": 256, "image_size": 192},
 }
 """Changes to the published processors: those of tiles, which would make the small towers slow, are smaller."""
+for _step in ("step3_vl", "step_vl", "step3p7"):
+    _TILES[_step] = {"size": {"height": 112, "width": 112}, "patch_size": 84, "max_image_size": 504}
 
 _TEXT = {"hidden_size": 128}
 """The language model's configuration, for the towers whose rows are as wide."""
@@ -117,6 +150,7 @@ _BARE = {
     "internvl_chat": ("vision_model.", "mlp1."),
     "llama4": ("vision_model.", "multi_modal_projector."),
     "kimi_vl": ("vision_tower.", "multi_modal_projector."),
+    **dict.fromkeys(("step3_vl", "step_vl", "step3p7"), ("vision_model.", "vit_")),
 }
 """Prefixes that published files do not put "model." before, by architecture."""
 

@@ -97,6 +97,22 @@ PROCESSORS["kimi_vl"] = {
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
 }
+PROCESSORS["deepseek_ocr"] = {
+    "base_size": 1024,
+    "image_size": 640,
+    "crop_mode": True,
+    "max_crops": 6,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+for _same in ("step3_vl", "step_vl", "step3p7"):
+    PROCESSORS[_same] = {
+        "size": {"height": 728, "width": 728},
+        "patch_size": 504,
+        "max_image_size": 3024,
+        "image_mean": _CLIP["image_mean"],
+        "image_std": _CLIP["image_std"],
+    }
 PROCESSORS["qwen2_vl"] = {**PROCESSORS["qwen2_5_vl"], "max_pixels": 1003520}
 for _same in ("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"):
     PROCESSORS[_same] = PROCESSORS["qwen3_vl"]
@@ -252,6 +268,40 @@ def _config(architecture: str, vision_config: dict[str, Any], text_hidden: int |
     return {"model_type": architecture, "vision_config": vision_config, **text}
 
 
+_DEEPSEEK_OCR: dict[str, Any] = {
+    "model_type": "deepseek_ocr",
+    "projector_config": {"projector_type": "linear", "input_dim": 2048, "n_embed": 1280},
+    "vision_config": {
+        "image_size": 1024,
+        "width": {
+            "sam_vit_b": {
+                "width": 768,
+                "layers": 12,
+                "heads": 12,
+                "global_attn_indexes": [2, 5, 8, 11],
+                "downsample_channels": [512, 1024],
+            },
+            "clip-l-14-224": {"width": 1024, "layers": 24, "heads": 16, "image_size": 224, "patch_size": 14},
+        },
+    },
+}
+
+_STEP3P7: dict[str, Any] = {
+    "model_type": "step3p7",
+    "understand_projector_stride": 2,
+    "projector_bias": False,
+    "text_config": {"hidden_size": 4096},
+    "vision_config": {
+        "width": 1536,
+        "layers": 47,
+        "heads": 16,
+        "mlp_ratio": 8960 / 1536,
+        "image_size": 728,
+        "patch_size": 14,
+        "hidden_act": "quick_gelu",
+    },
+}
+
 PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-vl-2b": _config("qwen3_vl", _qwen3_vl(24, 1024, 4096, 2048, [5, 11, 17])),
     "qwen3-vl-4b": _config("qwen3_vl", _qwen3_vl(24, 1024, 4096, 2560, [5, 11, 17])),
@@ -280,5 +330,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gemma-3-27b": _config("gemma3", _GEMMA3, 5376),
     "llama-4-scout": _config("llama4", _LLAMA4, 5120),
     "llama-4-maverick": _config("llama4", _LLAMA4, 5120),
+    "deepseek-ocr": _DEEPSEEK_OCR,
+    "step-3.7-flash": _STEP3P7,
 }
 """config.json by preset name, the vision tower's part alone."""

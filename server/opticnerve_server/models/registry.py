@@ -36,6 +36,10 @@ TOWERS = {
     "internvl_chat": "internvl:InternVLChatTower",
     "llama4": "llama4:Llama4Tower",
     "kimi_vl": "kimi_vl:KimiVLTower",
+    "deepseek_ocr": "deepseek_ocr:DeepseekOcrTower",
+    "step3_vl": "step3_vl:Step3Tower",
+    "step_vl": "step3_vl:PerceptionTower",
+    "step3p7": "step3_vl:PerceptionTower",
 }
 """Tower class by architecture, which is config.json's `model_type`."""
 
@@ -56,11 +60,18 @@ CLASSES = {
     "InternVLChatModel": "internvl_chat",
     "Llama4ForConditionalGeneration": "llama4",
     "KimiVLForConditionalGeneration": "kimi_vl",
+    "DeepseekOCRForCausalLM": "deepseek_ocr",
+    "Step3VLForConditionalGeneration": "step3_vl",
+    "StepVLForConditionalGeneration": "step_vl",
+    "Step3p7ForConditionalGeneration": "step3p7",
 }
 """Architecture by the class name in config.json's `architectures`, which wins over `model_type`."""
 
 IN_CONFIG = {"internvl_chat": ("dynamic_image_size", "use_thumbnail", "min_dynamic_patch", "max_dynamic_patch")}
 """Keys of config.json that are the settings of the image processor, by the architectures that keep them there."""
+
+IN_CODE = ("deepseek_ocr", "step3_vl", "step_vl", "step3p7")
+"""Architectures whose processor is written in their code: without a file it is that."""
 
 NO_VIDEO_FILE = ("gemma3", "internvl_chat", "kimi_vl", "llama4")
 """Architectures whose planners know without a file how they see videos, or that they do not."""
@@ -118,7 +129,7 @@ def open_model(model: str, load_format: str) -> ModelSource:
     architecture = _architecture(config, directory)
     processor = _read_processor(directory, config, architecture)
     if processor is None:
-        if load_format != "dummy":
+        if load_format != "dummy" and architecture not in IN_CODE:
             raise ModelError(
                 f"{directory}: neither preprocessor_config.json nor a processor_config.json with an image_processor; "
                 "save the model's image processor there"

@@ -29,13 +29,22 @@ def torch_bilinear(media: Pixels, target: Pixels) -> None:
 
 def pillow_bicubic(media: Pixels, target: Pixels) -> None:
     """Pillow's bicubic resize, which differs from torch's by a level or two. See Resize."""
+    _pillow("BICUBIC", media, target)
+
+
+def pillow_bilinear(media: Pixels, target: Pixels) -> None:
+    """Pillow's bilinear resize. See Resize."""
+    _pillow("BILINEAR", media, target)
+
+
+def _pillow(filter: str, media: Pixels, target: Pixels) -> None:
     if media.shape == target.shape:
         np.copyto(target, media)
         return
     from PIL import Image
 
     image = Image.fromarray(np.ascontiguousarray(media))
-    np.copyto(target, np.asarray(image.resize((target.shape[1], target.shape[0]), Image.Resampling.BICUBIC)))
+    np.copyto(target, np.asarray(image.resize((target.shape[1], target.shape[0]), Image.Resampling[filter])))
 
 
 def _torch(operator: str, media: Pixels, target: Pixels) -> None:
