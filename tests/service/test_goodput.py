@@ -34,7 +34,16 @@ LATENCY_S = QUEUE_ITEMS / CAPACITY + BATCH_S
 def server(tmp_path: Path) -> Iterator[RunningServer]:
     write_checkpoint("qwen3_vl", tmp_path / "model")
     fault = tmp_path / "fault"
-    flags = ("--token-budgets", "512", "--max-items-per-batch", BATCH_ITEMS, "--max-queue-items", QUEUE_ITEMS)
+    flags = (
+        "--token-budgets",
+        512,
+        "--max-items-per-batch",
+        BATCH_ITEMS,
+        "--max-queue-items",
+        QUEUE_ITEMS,
+        "--store-bytes",
+        0,
+    )
     how = {"TAMPER": str(fault), "OMP_NUM_THREADS": "1"}  # the device needs no processor, let alone two
     with running(tmp_path / "model", tmp_path, *map(str, flags), program=TAMPERED, **how) as server:
         fault.write_text(json.dumps({"seconds": BATCH_S}))

@@ -156,7 +156,7 @@ def test_a_caller_killed_in_mid_stream_leaves_nothing_inside(start: Start) -> No
 
 async def test_callers_of_a_killed_server_are_served_by_another(start: Start) -> None:
     """Those who use the shipped client notice nothing."""
-    victim, survivor = start(name="victim"), start(name="survivor")
+    victim, survivor = (start("--store-bytes", "0", name=name) for name in ("victim", "survivor"))
     image = np.random.default_rng(0).integers(0, 256, (*LIGHT, 3), np.uint8)
     target = f"ipv4:{victim.address},{survivor.address}"
     async with opticnerve.AsyncClient(target) as client, opticnerve.AsyncClient(survivor.address) as direct:
