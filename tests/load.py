@@ -1,6 +1,7 @@
 """Load and probes from processes of their own; each prints what it saw as JSON.
 
 python load.py calls ADDRESS FILE COUNT DEADLINE    COUNT calls at once, each with the image in FILE
+python load.py open ADDRESS FILE RATE SECONDS       RATE calls a second, whether or not they are answered
 python load.py probe ADDRESS                        health checks until its standard input ends
 python load.py stall ADDRESS                        one call of megabytes of rows; reads one message, says so, and waits
 """
@@ -12,6 +13,7 @@ import json
 import sys
 import threading
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ from opticnerve.v1 import encoder_pb2_grpc as pb_grpc
 
 NO_RETRIES = [("grpc.enable_retries", 0)]
 PAUSE_S = 0.01
+DEADLINE_S = 30.0
+CONNECTIONS = 8
 
 
 async def call(stub: Any, data: bytes, deadline: float) -> str:
@@ -48,6 +52,48 @@ async def calls(address: str, data: bytes, count: int, deadline: float) -> dict[
         stub = pb_grpc.EncoderServiceStub(channel)
         codes = await asyncio.gather(*(call(stub, data, deadline) for _ in range(count)))
     return {"codes": {code: codes.count(code) for code in sorted(set(codes))}, "seconds": time.monotonic() - started}
+
+
+async def open_loop(address: str, data: bytes, rate: float, seconds: float) -> dict[str, Any]:
+    """Over CONNECTIONS connections in turn: gRPC refuses calls beyond those that one of them may have open, and all
+    that became due come at once when this process was kept from running. Times count from when a call was due.
+    """
+    log, late, tasks = Log(), 0.0, []
+
+    async def caller(stub: Any, due: float) -> None:
+        log.add(await call(stub, data, DEADLINE_S), time.monotonic() - due)
+
+    async with AsyncExitStack() as stack:
+        options = [*NO_RETRIES, ("grpc.use_local_subchannel_pool", 1)]
+        channels = [grpc.aio.insecure_channel(address, options=options) for _ in range(CONNECTIONS)]
+        stubs = [pb_grpc.EncoderServiceStub(await stack.enter_async_context(channel)) for channel in channels]
+        began = time.monotonic()
+        for number in range(int(rate * seconds)):
+            due = began + number / rate
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            late = max(late, time.monotonic() - due)
+            tasks.append(asyncio.create_task(caller(stubs[number % CONNECTIONS], due)))
+        await asyncio.gather(*tasks)
+    return log.summary() | {"late_s": late}
+
+
+class Log:
+    """How calls ended, and when."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._seconds: dict[str, list[float]] = {}
+
+    def add(self, code: str, seconds: float) -> None:
+        self._seconds.setdefault(code, []).append(seconds)
+
+    def summary(self) -> dict[str, Any]:
+        elapsed = time.monotonic() - self._began
+        return {
+            code: {"count": len(seconds), "per_s": len(seconds) / elapsed}
+            | {f"p{percent}_s": sorted(seconds)[len(seconds) * percent // 100] for percent in (50, 95, 99)}
+            for code, seconds in sorted(self._seconds.items())
+        }
 
 
 def probe(address: str) -> dict[str, Any]:
@@ -80,14 +126,18 @@ def stall(address: str) -> None:
         time.sleep(600)
 
 
+COMMANDS = {"calls": calls, "open": open_loop}
+
+
 def main(command: str, address: str, *arguments: str) -> None:
     if command == "probe":
         print(json.dumps(probe(address)))
     elif command == "stall":
         stall(address)
     else:
-        file, count, deadline = arguments
-        print(json.dumps(asyncio.run(calls(address, Path(file).read_bytes(), int(count), float(deadline)))))
+        file, count, seconds = arguments
+        run = COMMANDS[command](address, Path(file).read_bytes(), int(count), float(seconds))
+        print(json.dumps(asyncio.run(run)))
 
 
 if __name__ == "__main__":
