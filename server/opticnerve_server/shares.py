@@ -16,7 +16,7 @@ something is left for one that comes now (dynamic thresholds, Choudhury and Hahn
 
 
 class Shares:
-    """Not thread-safe: the ledger's lock guards it. The tenant "" is everyone where there are no tokens: it may take all."""
+    """Not thread-safe: the ledger's lock guards it. The tenant "" is everyone where there are no tokens: all is its."""
 
     def __init__(self, limits: Mapping[str, int]) -> None:
         self.limits = limits
