@@ -32,6 +32,7 @@ from .loading import Loaded, load
 from .media import CONTRACT
 from .messages import EndLeases, EngineReady, Message, PathState, PhaseChange, Release, Reserve, Stop, Submit
 from .peers import Peers
+from .processes import settle
 from .runner import DeviceBroken, Runner, device_is_broken
 from .selftest import self_test
 from .sentinel import Sentinel, SentinelFailed
@@ -96,6 +97,7 @@ class Engine:
         ready = self._ready(loaded)
         self._publish(loaded, ready)
         dispatcher = self._dispatcher(loaded)
+        settle()
         self.peers.tell_supervisor(ready)
         self._serve(dispatcher)
 

@@ -18,6 +18,7 @@ from .media import CONTRACT
 from .messages import EngineReady, FrontendAlive, FrontendReady, Occupancy, PhaseChange, Stop
 from .ports import advertised
 from .preprocess import Preprocessor
+from .processes import settle
 from .service import EncoderService
 from .slots import Arena
 from .transport import HealthServicer, add_port, build_server, publish_health
@@ -72,7 +73,9 @@ def open_model(config: Config) -> Model:
 
     torch.set_num_threads(1)  # the pool's threads are the parallelism
     source = registry.open_model(config.model, config.load_format, projector=config.projector)
-    return Model(source.name, registry.build_planner(source))
+    model = Model(source.name, registry.build_planner(source))
+    settle()
+    return model
 
 
 class Frontend:
