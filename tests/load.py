@@ -55,45 +55,29 @@ async def calls(address: str, data: bytes, count: int, deadline: float) -> dict[
 
 
 async def open_loop(address: str, data: bytes, rate: float, seconds: float) -> dict[str, Any]:
-    """Over CONNECTIONS connections in turn: gRPC refuses calls beyond those that one of them may have open, and all
-    that became due come at once when this process was kept from running. Times count from when a call was due.
+    """By their status, of all calls when each had ended and how long that took from when it was due, in seconds; and
+    how late this process was with them at worst. They take turns on CONNECTIONS connections.
     """
-    log, late, tasks = Log(), 0.0, []
+    ended: dict[str, list[tuple[float, float]]] = {}
+    late = 0.0
 
     async def caller(stub: Any, due: float) -> None:
-        log.add(await call(stub, data, DEADLINE_S), time.monotonic() - due)
+        code = await call(stub, data, DEADLINE_S)
+        now = time.monotonic()
+        ended.setdefault(code, []).append((now - began, now - due))
 
     async with AsyncExitStack() as stack:
         options = [*NO_RETRIES, ("grpc.use_local_subchannel_pool", 1)]
         channels = [grpc.aio.insecure_channel(address, options=options) for _ in range(CONNECTIONS)]
         stubs = [pb_grpc.EncoderServiceStub(await stack.enter_async_context(channel)) for channel in channels]
-        began = time.monotonic()
+        began, tasks = time.monotonic(), []
         for number in range(int(rate * seconds)):
             due = began + number / rate
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             late = max(late, time.monotonic() - due)
             tasks.append(asyncio.create_task(caller(stubs[number % CONNECTIONS], due)))
         await asyncio.gather(*tasks)
-    return log.summary() | {"late_s": late}
-
-
-class Log:
-    """How calls ended, and when."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-        self._seconds: dict[str, list[float]] = {}
-
-    def add(self, code: str, seconds: float) -> None:
-        self._seconds.setdefault(code, []).append(seconds)
-
-    def summary(self) -> dict[str, Any]:
-        elapsed = time.monotonic() - self._began
-        return {
-            code: {"count": len(seconds), "per_s": len(seconds) / elapsed}
-            | {f"p{percent}_s": sorted(seconds)[len(seconds) * percent // 100] for percent in (50, 95, 99)}
-            for code, seconds in sorted(self._seconds.items())
-        }
+    return {"ended": ended, "late_s": late}
 
 
 def probe(address: str) -> dict[str, Any]:
@@ -112,7 +96,8 @@ def probe(address: str) -> dict[str, Any]:
             serving &= check(request, timeout=10).status == health_pb2.HealthCheckResponse.SERVING
             slept = time.perf_counter()
             seconds.append(slept - started)
-    return {"checks": len(seconds), "slowest_s": max(seconds), "always_serving": serving, "late_s": late}
+    p99 = sorted(seconds)[len(seconds) * 99 // 100]
+    return {"checks": len(seconds), "p99_s": p99, "slowest_s": max(seconds), "always_serving": serving, "late_s": late}
 
 
 def stall(address: str) -> None:
