@@ -32,7 +32,7 @@ def server_options(config: Config) -> list[tuple[str, int]]:
     return [
         ("grpc.so_reuseport", 1),  # the front-ends share one port
         ("grpc.max_receive_message_length", config.max_request_bytes),
-        # Every call has an item or more: within the margin what exceeds the queue is refused, the rest waits in clients.
+        # A call has an item or more: within the margin what exceeds the queue is refused, the rest waits in clients.
         ("grpc.max_concurrent_streams", config.max_queue_items + MAX_STREAMS_MARGIN),
         # On, gRPC counts calls until they are destroyed: it resets streams of clients that keep to the limit, and those
         # read UNAVAILABLE instead of QUEUE_FULL. Measured: callers that reset at once take no more memory with it off.
