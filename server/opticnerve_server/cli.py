@@ -95,15 +95,6 @@ def _shown(resolved: Resolved[Config]) -> dict[str, str]:
     return {name: f"{text(getattr(resolved.config, name))}  ({source})" for name, source in resolved.sources.items()}
 
 
-def _check_secrets(config: Config) -> None:
-    """Read their files once, before anything is started. Raises ConfigError."""
-    from .auth import watch_tokens
-    from .tls import watch_certificates
-
-    watch_tokens(config)
-    watch_certificates(config)
-
-
 def _serve(options: argparse.Namespace) -> int:
     resolved = _load(options)
     if options.print_config:
@@ -111,19 +102,18 @@ def _serve(options: argparse.Namespace) -> int:
             print(f"{name} = {shown}")
         return 0
     _need_extra()
+    from .lifecycle import Supervisor
+    from .media import CONTRACT
     from .models.registry import open_model
 
     config = resolved.config
     open_model(config.model, config.load_format, projector=config.projector)  # the cheapest mistakes before any port
-    _check_secrets(config)
+    supervisor = Supervisor(config, CONTRACT)
     telemetry.set_up("supervisor")
     for warning in resolved.warnings:
         log.warning("setting ignored", extra={"reason": warning})
     log.info("starting", extra={"version": __version__, "settings": _shown(resolved)})
-    from .lifecycle import Supervisor
-    from .media import CONTRACT
-
-    return Supervisor(config, CONTRACT).run()
+    return supervisor.run()
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -132,8 +122,9 @@ def _check(options: argparse.Namespace) -> int:
         print(warning, file=sys.stderr)
     _need_extra()
     from .check import check
+    from .credentials import CredentialFiles
 
-    _check_secrets(resolved.config)
+    CredentialFiles(resolved.config)
     report = check(resolved.config)
     print(json.dumps(report.as_dict(), indent=2) if options.json else report.as_text())
     return 0

@@ -20,15 +20,16 @@ from typing import Any
 
 from . import messages, telemetry
 from .config import Config
+from .credentials import Credentials
 
 log = logging.getLogger(__name__)
 
 EngineTarget = Callable[[Config, socket.socket, int], None]
 """Called in the engine with: the configuration, the control socket, the file descriptor of the arena."""
 
-FrontendTarget = Callable[[Config, int, socket.socket, socket.socket, int, str, str], None]
+FrontendTarget = Callable[[Config, int, socket.socket, socket.socket, int, str, str, Credentials], None]
 """Called in a front-end with: the configuration, its index, the control socket, the engine's socket, the file
-descriptor of the arena, the address to bind, the instance id."""
+descriptor of the arena, the address to bind, the instance id, the last good credentials."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -52,13 +53,14 @@ def run_frontend(
     arena_fd: int,
     address: str,
     instance_id: str,
+    good: Credentials,
 ) -> None:
     """The life of a front-end process."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything could look: the GPU belongs to the engine alone
     prepare(f"frontend-{index}")
     from . import frontend
 
-    frontend.main(config, index, control, engine, arena_fd, address, instance_id)
+    frontend.main(config, index, control, engine, arena_fd, address, instance_id, good)
 
 
 def prepare(name: str) -> None:
