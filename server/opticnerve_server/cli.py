@@ -106,19 +106,6 @@ def _shown(resolved: Resolved[Config]) -> dict[str, str]:
     return {name: f"{text(getattr(resolved.config, name))}  ({source})" for name, source in resolved.sources.items()}
 
 
-def _check_surroundings(config: Config) -> None:
-    """Read the files of secrets once, and see whether traces can be sent, before anything is started. Raises
-    ConfigError.
-    """
-    from . import tracing
-    from .auth import watch_tokens
-    from .tls import watch_certificates
-
-    watch_tokens(config)
-    watch_certificates(config)
-    tracing.check(os.environ)
-
-
 def _serve(options: argparse.Namespace) -> int:
     resolved = _load(options)
     if options.print_config:
@@ -126,21 +113,22 @@ def _serve(options: argparse.Namespace) -> int:
             print(f"{name} = {shown}")
         return 0
     _need_extra()
+    from . import tracing
+    from .lifecycle import Supervisor
+    from .media import CONTRACT
     from .models.registry import open_model
 
     config = resolved.config
     if config.sglang_version:
         _need(_SGLANG_EXTRA, "the front for SGLang", "sglang")
     open_model(config.model, config.load_format, projector=config.projector)  # the cheapest mistakes before any port
-    _check_surroundings(config)
+    tracing.check(os.environ)
+    supervisor = Supervisor(config, CONTRACT)
     telemetry.set_up("supervisor")
     for warning in resolved.warnings:
         log.warning("setting ignored", extra={"reason": warning})
     log.info("starting", extra={"version": __version__, "settings": _shown(resolved)})
-    from .lifecycle import Supervisor
-    from .media import CONTRACT
-
-    return Supervisor(config, CONTRACT).run()
+    return supervisor.run()
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -148,9 +136,12 @@ def _check(options: argparse.Namespace) -> int:
     for warning in resolved.warnings:
         print(warning, file=sys.stderr)
     _need_extra()
+    from . import tracing
     from .check import check
+    from .credentials import CredentialFiles
 
-    _check_surroundings(resolved.config)
+    CredentialFiles(resolved.config)
+    tracing.check(os.environ)
     report = check(resolved.config)
     print(json.dumps(report.as_dict(), indent=2) if options.json else report.as_text())
     return 0

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 from . import messages, slots
 from .companion import Companion
 from .config import Config
+from .credentials import CredentialFiles
 from .health import HealthServer
 from .info import ServerState, server_info
 from .messages import Attach, EngineReady, Occupancy, PhaseChange, Stop
@@ -72,7 +73,10 @@ class _End(Exception):
 
 
 class Supervisor:
-    """One server. `run` is called once, on the main thread, whose SIGTERM and SIGINT it takes."""
+    """One server. `run` is called once, on the main thread, whose SIGTERM and SIGINT it takes.
+
+    Raises ConfigError for secret files that cannot be used.
+    """
 
     def __init__(
         self,
@@ -84,6 +88,7 @@ class Supervisor:
         self._config = config
         self._engine_target = engine_target
         self._frontend_target = frontend_target
+        self._credentials = CredentialFiles(config)
         self._state = ServerState(config=config, instance_id=uuid.uuid4().hex, decode_contract=decode_contract)
         self._frontends: dict[int, Child] = {}
         self._companions: list[Companion] = []
@@ -181,6 +186,7 @@ class Supervisor:
                     inherited_fd(self._arena_fd),
                     self._address,
                     self._state.instance_id,
+                    self._credentials.last_good(),
                 ),
             )
         self._frontends[index] = child
@@ -244,6 +250,7 @@ class Supervisor:
             began = time.monotonic()
             self._step(_TICK_S)
             self._end_silent_frontends(began)
+            self._credentials.last_good()
             alive = time.monotonic() - self._heartbeat < SILENCE_S
             if alive is not self._alive:
                 self._alive = alive

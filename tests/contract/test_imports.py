@@ -139,10 +139,10 @@ def test_front_ends_see_no_cuda_device_whatever_they_import() -> None:
         "def main(*arguments): print(repr(os.environ['CUDA_VISIBLE_DEVICES']), len(arguments))\n"
         "import opticnerve_server\n"
         "opticnerve_server.frontend = types.SimpleNamespace(main=main)\n"
-        "processes.run_frontend(None, 0, None, None, 0, '', '')"
+        "processes.run_frontend(None, 0, None, None, 0, '', '', None)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["''", "7"]
+    assert done.stdout.split() == ["''", "8"]
 
 
 def test_source_roots_are_not_packages() -> None:
