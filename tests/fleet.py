@@ -92,7 +92,7 @@ class Fleet:
         self.names.addresses = [other for other in self.names.addresses if other != address]
 
     def start_envoy(self) -> None:
-        """Returns when it finds every server healthy."""
+        """Returns when it finds every address of the name healthy."""
         path = self._directory / "envoy.json"
         path.write_text(json.dumps(self._configuration()))
         envoy = shutil.which("envoy", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -121,7 +121,7 @@ class Fleet:
 
     def _are_all_healthy(self) -> bool:
         try:
-            return self.healthy() == len(self.servers)
+            return self.healthy() == len(self.names.addresses)
         except OSError:
             return False  # Envoy does not listen yet
 

@@ -7,12 +7,19 @@ import itertools
 import math
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 
+import grpc.aio
 import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from fleet import ADDRESSES, BY_CONTENT, BY_LOAD, Fleet, call_steadily, image
-from opticnerve import AsyncClient, Embedding
+from fake_service import SERVICE, FakeService, answer_all
+from fleet import ADDRESSES, BY_CONTENT, BY_LOAD, PORT, Fleet, call_steadily, image
+from opticnerve import AsyncClient, Digest, Embedding
 from opticnerve.errors import DeadlineExceededError
+from opticnerve.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(600)]
 
@@ -89,3 +96,48 @@ async def test_repeats_hit_the_store_of_one_server(fleet: Fleet) -> None:
     print(f"{hits[True]} hits of 900, items by server {sorted(shares.values())}")
     assert len(shares) == 3
     assert hits[True] == 750
+
+
+async def test_held_rows_are_fetched_and_released_where_they_are(fleet: Fleet) -> None:
+    fleet.start_envoy()
+    async with AsyncClient(BY_CONTENT) as client:
+        held = [await client.hold([image(number)], ttl=60) for number in range(30)]
+        digests = [one.digest for [one] in held]
+        for digest in digests:
+            assert (await anext(client.encode([Digest(digest)]))).store_hit
+        released = [await client.release([digest]) for digest in digests]
+    assert len({one.instance_id for [one] in held}) == 3
+    assert released == [1] * 30
+
+
+@asynccontextmanager
+async def scripted(address: str) -> AsyncIterator[health.aio.HealthServicer]:
+    """A server that answers everything, for as long as its health says so."""
+    server, servicer = grpc.aio.server(), health.aio.HealthServicer()
+    add_EncoderServiceServicer_to_server(FakeService(answer_all), server)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    await servicer.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
+    server.add_insecure_port(f"{address}:{PORT}")
+    await server.start()
+    try:
+        yield servicer
+    finally:
+        await server.stop(None)
+
+
+async def test_whichever_server_drains_the_others_are_called(tmp_path: Path) -> None:
+    """A client watches health through Envoy too: not that of one server, or it would stop calling all with that one."""
+    fleet = Fleet(tmp_path, tmp_path)
+    async with scripted(ADDRESSES[0]) as first, scripted(ADDRESSES[1]) as second, AsyncClient(BY_LOAD) as client:
+        fleet.names.addresses = [*ADDRESSES[:2]]
+        await asyncio.to_thread(fleet.start_envoy)
+        try:
+            for server in (first, second):
+                await anext(client.encode([b"\x01"], timeout=5))
+                await server.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
+                await asyncio.sleep(1)
+                await anext(client.encode([b"\x01"], timeout=5))
+                await server.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
+                await asyncio.sleep(4)
+        finally:
+            fleet.close()

@@ -1,7 +1,7 @@
 {{/* The server's container. */}}
 
 {{- define "opticnerve.serverContainer" -}}
-name: server
+name: opticnerve
 image: {{ include "opticnerve.image" . }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
 args:
