@@ -101,13 +101,17 @@ def _shown(resolved: Resolved[Config]) -> dict[str, str]:
     return {name: f"{text(getattr(resolved.config, name))}  ({source})" for name, source in resolved.sources.items()}
 
 
-def _check_secrets(config: Config) -> None:
-    """Read their files once, before anything is started. Raises ConfigError."""
+def _check_surroundings(config: Config) -> None:
+    """Read the files of secrets once, and see whether traces can be sent, before anything is started. Raises
+    ConfigError.
+    """
+    from . import tracing
     from .auth import watch_tokens
     from .tls import watch_certificates
 
     watch_tokens(config)
     watch_certificates(config)
+    tracing.check(os.environ)
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -121,7 +125,7 @@ def _serve(options: argparse.Namespace) -> int:
 
     config = resolved.config
     open_model(config.model, config.load_format, projector=config.projector)  # the cheapest mistakes before any port
-    _check_secrets(config)
+    _check_surroundings(config)
     telemetry.set_up("supervisor")
     for warning in resolved.warnings:
         log.warning("setting ignored", extra={"reason": warning})
@@ -139,7 +143,7 @@ def _check(options: argparse.Namespace) -> int:
     _need_extra()
     from .check import check
 
-    _check_secrets(resolved.config)
+    _check_surroundings(resolved.config)
     report = check(resolved.config)
     print(json.dumps(report.as_dict(), indent=2) if options.json else report.as_text())
     return 0

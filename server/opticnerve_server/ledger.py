@@ -101,6 +101,7 @@ class Item:
     slot: Slot = NOWHERE
     plan: ItemPlan | None = None
     dtype: str = ""
+    trace: str = ""  # the span of the call that submitted it
     submitted_at: float = 0.0
     claims: list[Claim] = field(default_factory=list)
     writer: Claim | None = None  # who writes its pixels
@@ -199,6 +200,7 @@ class Ledger:
                 return None, []
             item = claim.item
             item.plan, item.dtype, item.submitted_at = message.plan, message.dtype, time.monotonic()
+            item.trace = message.trace
             return item, [notice for other in item.claims for notice in _found(other)]
 
     def release(self, frontend: int, call: int, index: int, served: bool = False) -> list[Notice]:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from multiprocessing import reduction
 from typing import Any
 
-from . import messages, telemetry
+from . import messages, telemetry, tracing
 from .config import Config
 
 log = logging.getLogger(__name__)
@@ -66,6 +66,7 @@ def prepare(name: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     telemetry.set_up(name)
+    tracing.set_up(name)
 
 
 class _InheritedFd:

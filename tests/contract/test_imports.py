@@ -100,6 +100,18 @@ def test_the_supervisor_loads_no_torch() -> None:
     assert not loaded_after(code) & {"torch", "transformers"}
 
 
+def test_tracing_is_loaded_where_it_is_asked_for_alone() -> None:
+    code = (
+        "import os, opticnerve_server.processes, opticnerve_server.frontend\n"
+        "from opticnerve_server import tracing\n"
+        "os.environ.update({environment})\n"
+        "tracing.set_up('test')"
+    )
+    assert "opentelemetry" not in loaded_after(code.format(environment={}))
+    asked = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
+    assert "opentelemetry" in loaded_after(code.format(environment=asked))
+
+
 def test_front_ends_see_no_cuda_device_whatever_they_import() -> None:
     code = (
         "import os, socket, sys, types\n"
