@@ -1,7 +1,7 @@
 # The server's image, without weights.
 #   docker build -t opticnerve:0.1.0 .                              for NVIDIA GPUs
 #   docker build --build-arg DEVICE=cpu -t opticnerve:0.1.0-cpu .   for demos and CI
-# Attention beside torch's own, by the extras of pyproject.toml: --build-arg EXTRAS="server hub flash-attn flashinfer"
+# Attention beside torch's own, by the extras of pyproject.toml: --build-arg EXTRAS="server hub otel flash-attn flashinfer"
 
 ARG DEVICE=cuda
 ARG CUDA=docker.io/nvidia/cuda:13.0.2-runtime-ubuntu24.04@sha256:6a0e31b59e70890446f2c17356d6efc0d54260090a8c63d6ca7c2ad049db95d2
@@ -37,7 +37,7 @@ RUN apt-get update \
 ENV PATH=/opt/uv/bin:$PATH UV_LINK_MODE=copy UV_COMPILE_BYTECODE=1 VIRTUAL_ENV=/opt/opticnerve
 WORKDIR /src
 COPY pyproject.toml constraints.txt ./
-ARG EXTRAS="server hub"
+ARG EXTRAS="server hub otel"
 # hadolint ignore=SC2046,SC2086
 RUN --mount=type=cache,target=/root/.cache/uv \
     uv venv --python /usr/bin/python3 "$VIRTUAL_ENV" \
