@@ -11,7 +11,7 @@ import base64
 import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import numpy as np
 
@@ -42,7 +42,7 @@ class RowsError(ValueError):
 
 
 def is_finite(rows: Array) -> bool:
-    """Whether `rows`, of any DtypeName, hold neither NaN nor infinity. Gives the interpreter lock back while it looks."""
+    """Whether `rows`, of any DtypeName, hold neither NaN nor infinity. Frees the interpreter while it looks."""
     mask = _EXPONENTS.get(rows.dtype.name)
     if mask is None:
         return bool(np.isfinite(rows).all())
@@ -66,8 +66,8 @@ class Encoder:
         """Raises ValueError for an architecture of which vLLM takes no rows in a request."""
         if info.architecture not in GRIDS:
             raise ValueError(
-                f"vLLM takes no rows of {info.architecture!r} in a request, only of {', '.join(sorted(GRIDS))}: send the "
-                "image as image_url with the uuid of its Reference, and serve with OpticnerveECConnector"
+                f"vLLM takes no rows of {info.architecture!r} in a request, only of {', '.join(sorted(GRIDS))}: send "
+                "the image as image_url with the uuid of its Reference, and serve with OpticnerveECConnector"
             )
         return Encoder(info.architecture, info.fingerprint, info.layout.hidden, info.layout.deepstack_levels)
 
@@ -83,7 +83,7 @@ class Encoder:
         """
         self._check(embedding)
         modality = modality_of(embedding.plan)
-        dtype = _dtype_of(embedding)
+        dtype = cast(DtypeName, embedding.array.dtype.name)
         fields = {f"{modality}_embeds": _to_base64(embedding.torch()), **self._metadata(embedding.plan)}
         return self._part(modality, fields, Reference.of(embedding.digest, self.fingerprint, dtype, sampled))
 
@@ -203,8 +203,3 @@ def _to_base64(tensor: Tensor) -> str:
     file = io.BytesIO()
     torch.save(tensor, file)
     return base64.b64encode(file.getvalue()).decode("ascii")
-
-
-def _dtype_of(embedding: Embedding) -> DtypeName:
-    name: DtypeName = embedding.array.dtype.name
-    return name
