@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
 
-from opticnerve.integrations.vllm.consumer import Consumer, Load
+from opticnerve.integrations.vllm import memory
+from opticnerve.integrations.vllm.consumer import Consumer
 from opticnerve.integrations.vllm.fetcher import Fetcher
+from opticnerve.integrations.vllm.items import Load
 from opticnerve.integrations.vllm.settings import Settings
 
 if TYPE_CHECKING:
@@ -32,7 +34,8 @@ _LOG = logging.getLogger("vllm.opticnerve")
 class Loads(ECConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed where types are checked
     """From the scheduler to the ranks: what they load in this step, by uuid."""
 
-    def __init__(self, loads: dict[str, Load]) -> None:
+    def __init__(self, path: str, loads: dict[str, Load]) -> None:
+        self.path = path
         self.loads = loads
 
 
@@ -71,7 +74,7 @@ class OpticnerveECConnector(ECConnectorBase):  # type: ignore[misc]
         self._consumer.allocated(request.mm_features[index].identifier)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Loads:
-        return Loads(self._consumer.take_loads())
+        return Loads(self._fetcher.path, self._consumer.take_loads())
 
     def update_connector_output(self, connector_output: ECConnectorOutput) -> None:
         self._consumer.loaded(connector_output.finished_recving or ())
@@ -86,9 +89,11 @@ class OpticnerveECConnector(ECConnectorBase):  # type: ignore[misc]
     # --- in a worker
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
-        for uuid, load in self._get_connector_metadata().loads.items():
-            dtype = getattr(torch, load.dtype)
-            rows = torch.from_file(load.path, shared=False, size=load.rows * load.width, dtype=dtype)
+        metadata = self._get_connector_metadata()
+        for uuid, load in metadata.loads.items():
+            rows = torch.frombuffer(
+                memory.read(metadata.path, load.offset, load.nbytes), dtype=getattr(torch, load.dtype)
+            )
             encoder_cache[uuid] = rows.view(load.rows, load.width).to(self._device, copy=True)
             self._loaded.add(uuid)
 

@@ -7,91 +7,32 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Set
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
+from opticnerve.integrations.vllm.items import ITEMSIZE, Asked, Item, Load, Source
 from opticnerve.integrations.vllm.reference import Reference
 from opticnerve.integrations.vllm.settings import Settings
-from opticnerve.tensors import DtypeName
 
 _LOG = logging.getLogger("vllm.opticnerve")  # below vLLM's own logger, which is the one that is set up there
-_ITEMSIZE: dict[DtypeName, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
-
-
-class Load(NamedTuple):
-    """What a rank needs to take rows over: a file of `rows` x `width` numbers. Plain, for it is sent to processes."""
-
-    path: str
-    rows: int
-    width: int
-    dtype: DtypeName
 
 
 class Store(Protocol):
     """What `Fetcher` does for the scheduler. Both return at once."""
 
-    def fetch(self, reference: Reference, address: str, rows: int, width: int) -> Future[Path]: ...
+    def fetch(self, reference: Reference, address: str, rows: int, width: int) -> Future[int]: ...
 
-    def discard(self, path: Path) -> None: ...
+    def discard(self, offset: int, nbytes: int) -> None: ...
 
 
 class _UnavailableError(Exception):
     """Why a request cannot have its rows."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """What to fetch, where, and how much."""
-
-    reference: Reference
-    address: str
-    rows: int
-    nbytes: int
-
-
-@dataclass(slots=True)
-class _Item:
-    """Rows of one uuid: on their way, there, or failed, as its future is."""
-
-    source: _Source
-    file: Future[Path]
-    users: set[str]  # requests that have not passed the item
-    loading: int = 0  # steps whose ranks have not confirmed that they took it over
-
-    @property
-    def rows(self) -> int:
-        return self.source.rows
-
-    @property
-    def error(self) -> BaseException | None:
-        return self.file.exception() if self.file.done() else None
-
-    @property
-    def ready(self) -> bool:
-        return self.file.done() and self.file.exception() is None
-
-    @property
-    def idle(self) -> bool:
-        """Whether nobody needs it, and nobody is writing it."""
-        return not self.users and not self.loading and self.file.done()
-
-
-@dataclass(slots=True)
-class _Asked:
-    """One request from its first pass to its end."""
-
-    waits_since: float | None = None
-    uses: set[str] = field(default_factory=set)  # uuids of items whose user it is
-    local: set[str] = field(default_factory=set)  # uuids that vLLM encodes itself
-    failed: bool = False
-
-
 class Consumer:
     """The state of every item that requests wait for. Belongs to the scheduler's thread, which it never blocks.
 
-    A request goes on when the rows of all items ahead of it are in files here: whatever vLLM holds or drops meanwhile,
-    they can be loaded. Files stay after their last user, least recently used first out, as far as `cache_bytes` goes.
+    A request goes on when the rows of all items ahead of it are in memory here: whatever vLLM holds or drops meanwhile,
+    they can be loaded. Rows stay after their last user, least recently used first out, as far as `cache_bytes` goes.
 
     Args:
         settings: see there.
@@ -107,9 +48,9 @@ class Consumer:
         self._width = width
         self._store = store
         self._clock = clock
-        self._items: OrderedDict[str, _Item] = OrderedDict()  # the last used last
+        self._items: OrderedDict[str, Item] = OrderedDict()  # the last used last
         self._bytes = 0
-        self._asked: dict[str, _Asked] = {}
+        self._asked: dict[str, Asked] = {}
         self._unavailable: set[str] = set()
         self._loads: dict[str, Load] = {}  # of this step
 
@@ -120,7 +61,7 @@ class Consumer:
 
         `request` is vLLM's: `request_id`, `mm_features`, `ec_transfer_params`.
         """
-        asked = self._asked.setdefault(request.request_id, _Asked())
+        asked = self._asked.setdefault(request.request_id, Asked())
         ahead = [one for one in request.mm_features if _end(one) > num_computed_tokens]
         self._leave(request.request_id, keep={one.identifier for one in ahead})
         if asked.failed:
@@ -136,7 +77,7 @@ class Consumer:
 
     def fail(self, request_id: str) -> None:
         """Ends a request with an error at the end of this step."""
-        self._asked.setdefault(request_id, _Asked()).failed = True
+        self._asked.setdefault(request_id, Asked()).failed = True
         self._unavailable.add(request_id)
         self._leave(request_id)
 
@@ -155,7 +96,7 @@ class Consumer:
         item = self._items.get(uuid)
         if item is not None and item.ready and uuid not in self._loads:
             item.loading += 1
-            self._loads[uuid] = Load(str(item.file.result()), item.rows, self._width, item.source.reference.dtype)
+            self._loads[uuid] = Load(item.offset.result(), item.rows, self._width, item.source.reference.dtype)
 
     def take_loads(self) -> dict[str, Load]:
         """What the ranks load in this step, by uuid."""
@@ -175,13 +116,13 @@ class Consumer:
 
     # --- how it knows
 
-    def _gather(self, request: Any, ahead: list[Any], asked: _Asked) -> bool:
+    def _gather(self, request: Any, ahead: list[Any], asked: Asked) -> bool:
         """Joins what is here, starts what is not; whether all is ready."""
-        missing: dict[str, _Source] = {}
+        missing: dict[str, Source] = {}
         ready = True
         for one in ahead:
             uuid, rows = one.identifier, one.mm_position.get_num_embeds()
-            if uuid in asked.local or self._is_inline(one, rows):
+            if uuid in asked.local or self._is_inline(one, rows) or _is_foreign(one):
                 self._check_rows(uuid, rows)
                 continue
             try:
@@ -195,7 +136,7 @@ class Consumer:
             except _UnavailableError as why:
                 if not _has_pixels(one):
                     raise
-                _LOG.info("request %s: vLLM encodes an item itself: %s", request.request_id, why)
+                _LOG.warning("request %s: vLLM encodes an item itself: %s", request.request_id, why)
                 asked.local.add(uuid)
                 self._leave(request.request_id, keep=asked.uses - {uuid})
         if missing:
@@ -215,7 +156,7 @@ class Consumer:
         if uuid in self._items and self._items[uuid].rows != rows:
             raise _UnavailableError(f"{uuid} has {self._items[uuid].rows} rows, the prompt has {rows} placeholders")
 
-    def _join(self, uuid: str, rows: int, asked: _Asked, request_id: str) -> bool:
+    def _join(self, uuid: str, rows: int, asked: Asked, request_id: str) -> bool:
         """Makes the request a user of an item; whether its rows are there."""
         self._check_rows(uuid, rows)
         item = self._items[uuid]
@@ -226,7 +167,7 @@ class Consumer:
         self._items.move_to_end(uuid)
         return item.ready
 
-    def _source(self, request: Any, uuid: str, rows: int) -> _Source:
+    def _source(self, request: Any, uuid: str, rows: int) -> Source:
         reference = Reference.parse(uuid)
         if reference is None:
             raise _UnavailableError(f"{uuid!r} is no uuid of this service")
@@ -238,9 +179,9 @@ class Consumer:
             address = self._settings.address_of(entry.get("address") if isinstance(entry, dict) else None)
         except ValueError as error:
             raise _UnavailableError(str(error)) from error
-        return _Source(reference, address, rows, rows * self._width * _ITEMSIZE[reference.dtype])
+        return Source(reference, address, rows, rows * self._width * ITEMSIZE[reference.dtype])
 
-    def _start(self, missing: dict[str, _Source], asked: _Asked, request_id: str) -> None:
+    def _start(self, missing: dict[str, Source], asked: Asked, request_id: str) -> None:
         """Fetches all that is missing, or nothing: requests that held a part could wait for each other's forever."""
         nbytes = sum(source.nbytes for source in missing.values())
         if nbytes > self._settings.cache_bytes:
@@ -249,8 +190,8 @@ class Consumer:
             self._leave(request_id)
             return
         for uuid, source in missing.items():
-            file = self._store.fetch(source.reference, source.address, source.rows, self._width)
-            self._items[uuid] = _Item(source, file, {request_id})
+            offset = self._store.fetch(source.reference, source.address, source.rows, self._width)
+            self._items[uuid] = Item(source, offset, {request_id})
             asked.uses.add(uuid)
             self._bytes += source.nbytes
 
@@ -260,7 +201,7 @@ class Consumer:
             self._drop(idle.pop(0))
         return self._bytes + nbytes <= self._settings.cache_bytes
 
-    def _check_patience(self, asked: _Asked, ready: bool) -> None:
+    def _check_patience(self, asked: Asked, ready: bool) -> None:
         if ready:
             asked.waits_since = None
         elif asked.waits_since is None:
@@ -288,11 +229,16 @@ class Consumer:
         item = self._items.pop(uuid)
         self._bytes -= item.source.nbytes
         if item.ready:
-            self._store.discard(item.file.result())
+            self._store.discard(item.offset.result(), item.source.nbytes)
 
 
 def _end(feature: Any) -> int:
     return int(feature.mm_position.offset + feature.mm_position.length)
+
+
+def _is_foreign(feature: Any) -> bool:
+    """Whether it is an ordinary item of vLLM, which has nothing to do with this service."""
+    return _has_pixels(feature) and Reference.parse(feature.identifier) is None
 
 
 def _has_pixels(feature: Any) -> bool:

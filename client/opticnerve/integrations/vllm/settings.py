@@ -16,8 +16,7 @@ Network: TypeAlias = "IPv4Network | IPv6Network"
 class Settings:
     """`ec_connector_extra_config`. `of` raises ValueError for what cannot work.
 
-    Rows lie in files of `directory`, which must be memory that all ranks share. `cache_bytes` bounds them: rows that
-    running requests still need, and behind them those that were used last.
+    `cache_bytes` bounds the host memory for rows: those that requests still need, and behind them the last used.
     """
 
     server: str  # gRPC target that is asked where a request names no address
@@ -25,19 +24,18 @@ class Settings:
     fingerprint: str = ""  # of the tower that the decoder was made for; "" believes the uuid
     timeout_s: float = 30.0  # for one request's rows, from first sight
     cache_bytes: int = 1 << 30
-    directory: Path = Path("/dev/shm")  # noqa: S108 - memory, which a rank maps without a copy
     token: str = field(default="", repr=False)
     tls: Tls | None = None
 
     @staticmethod
     def of(extra: dict[str, Any]) -> Settings:
-        """Keys are `server`, `networks`, `fingerprint`, `timeout_s`, `cache_bytes`, `directory`, and the files
-        `token_file` and `tls_ca`."""
+        """Keys are `server`, `networks`, `fingerprint`, `timeout_s`, `cache_bytes`, and the files `token_file`
+        and `tls_ca`."""
         given = dict(extra)
         try:
             values: dict[str, Any] = {"server": str(given.pop("server"))}
             values["networks"] = tuple(ip_network(network) for network in given.pop("networks", []))
-            converters = {"fingerprint": str, "timeout_s": float, "cache_bytes": int, "directory": Path}
+            converters = {"fingerprint": str, "timeout_s": float, "cache_bytes": int}
             values |= {name: convert(given.pop(name)) for name, convert in converters.items() if name in given}
             if "token_file" in given:
                 values["token"] = Path(given.pop("token_file")).read_text().strip()
