@@ -59,7 +59,7 @@ def alone(pair: Pair, vllm_python: Path, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="session")
 def vllm(pair: Pair, alone: Alone, vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeVllm]:
-    """One that fetches from the service, with room for the rows of two prompts or three. It starts when `alone` ended."""
+    """One that fetches from the service, with room for the rows of two prompts or three. It starts after `alone`."""
     flags = connector_flags(pair.service.address, networks=["127.0.0.0/8"], timeout_s=5, cache_bytes=400_000)
     with whole_vllm(vllm_python, pair.model, tmp_path_factory.mktemp("vllm") / "log", *flags) as server:
         yield server
