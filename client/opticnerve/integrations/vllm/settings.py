@@ -46,6 +46,8 @@ class Settings:
         if given:
             raise ValueError(f"ec_connector_extra_config has no {', '.join(sorted(given))}")
         settings = Settings(**values)
+        if not settings.server:
+            raise ValueError("ec_connector_extra_config: server is empty, it must be a gRPC target")
         if not settings.timeout_s > 0 or settings.cache_bytes <= 0:
             raise ValueError("ec_connector_extra_config: timeout_s and cache_bytes must be over 0")
         return settings
