@@ -81,12 +81,20 @@ class Upstream:
         except urllib.error.HTTPError as error:
             raise HttpError(error.code, error.read().decode()) from None
 
+    def answers(self) -> bool:
+        """Whether it serves."""
+        try:
+            with urllib.request.urlopen(f"http://{self.address}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
 
 class WholeVllm(Upstream):
     """Its log lies in `log`."""
 
     def __init__(self, python: Path, model: Path, log: Path, *flags: str) -> None:
-        super().__init__(f"127.0.0.1:{_free_port()}")
+        super().__init__(f"127.0.0.1:{free_port()}")
         self.log = log
         host, _, port = self.address.partition(":")
         command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "tiny"]
@@ -101,7 +109,7 @@ class WholeVllm(Upstream):
 
     def wait_until_ready(self) -> None:
         until = time.monotonic() + START_S
-        while not self._answers():
+        while not self.answers():
             assert self.process.poll() is None, self.log.read_text()[-4000:]
             assert time.monotonic() < until, self.log.read_text()[-4000:]
             time.sleep(0.5)
@@ -113,13 +121,6 @@ class WholeVllm(Upstream):
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-
-    def _answers(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"http://{self.address}/health", timeout=5) as answer:
-                return bool(answer.status == 200)
-        except OSError:
-            return False
 
 
 @contextmanager
@@ -150,7 +151,7 @@ def pixels(file: bytes, kind: str = "png") -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
