@@ -19,11 +19,15 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import yaml
 
 import opticnerve
 from fake_service import Abort, FakeService, failed, finished, rows_of, serving, started
 from opticnerve.integrations.vllm import Reference
+from opticnerve.integrations.vllm.settings import Settings
 from opticnerve.v1 import encoder_pb2 as pb
+from opticnerve_server.config import Config
+from opticnerve_server.settings import flag, settings_of
 
 EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
 INFO = pb.GetServerInfoResponse(architecture="qwen2_5_vl", fingerprint="fp", layout=pb.Layout(hidden=8))
@@ -225,3 +229,15 @@ async def test_a_body_that_is_too_large() -> None:
         writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n")
         assert b" 413 " in await reader.readline()
         writer.close()
+
+
+def test_the_compose_file_says_what_each_program_takes() -> None:
+    services = yaml.safe_load((EXAMPLES / "compose.yaml").read_text())["services"]
+    program, verb, *flags = services["encoder"]["command"]
+    assert (program, verb) == ("opticnerve-server", "serve")
+    assert set(flags[::2]) <= {flag(name) for name in settings_of(Config)}
+    transfer = json.loads(services["vllm"]["command"][-1])
+    assert Settings.of(transfer["ec_connector_extra_config"]).address_of(flags[flags.index("--advertise") + 1])
+    assert (transfer["ec_connector"], transfer["ec_role"]) == ("OpticnerveECConnector", "ec_consumer")
+    assert importlib.util.find_spec(transfer["ec_connector_module_path"])
+    assert services["gateway"]["command"][1].removeprefix("/src") == "/deploy/examples/gateway.py"
