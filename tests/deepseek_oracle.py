@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageOps
 from safetensors.torch import load_file
-from transformers.models.unlimited_ocr.configuration_unlimited_ocr import UnlimitedOcrVisionConfig
-from transformers.models.unlimited_ocr.modeling_unlimited_ocr import UnlimitedOcrVisionModel
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -49,7 +48,9 @@ def build(vision: dict[str, Any]) -> Any:
         "hidden_size": clip["width"], "intermediate_size": 4 * clip["width"], "num_hidden_layers": clip["layers"],
         "num_attention_heads": clip["heads"], "image_size": clip["image_size"], "patch_size": clip["patch_size"],
     }  # fmt: skip
-    return UnlimitedOcrVisionModel(UnlimitedOcrVisionConfig(sam_config=sam, encoder_config=encoder)).eval()
+    official = pytest.importorskip("transformers.models.unlimited_ocr.modeling_unlimited_ocr")
+    config = official.UnlimitedOcrVisionConfig(sam_config=sam, encoder_config=encoder)
+    return official.UnlimitedOcrVisionModel(config).eval()
 
 
 def published(name: str) -> str:

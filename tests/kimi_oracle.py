@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from transformers.models.kimi_k25.configuration_kimi_k25 import Kimi_K25VisionConfig
-from transformers.models.kimi_k25.modeling_kimi_k25 import Kimi_K25VisionModel
 
 PATCH = 14
 TOWER, PROJECTOR = "vision_tower.", "multi_modal_projector."
@@ -30,12 +29,13 @@ NAMES = (
 
 def build(vision: dict[str, Any]) -> Any:
     """The tower of a published `vision_config`."""
-    config = Kimi_K25VisionConfig(
+    official = pytest.importorskip("transformers.models.kimi_k25.modeling_kimi_k25")
+    config = official.Kimi_K25VisionConfig(
         hidden_size=vision["hidden_size"], num_attention_heads=vision["num_attention_heads"],
         num_hidden_layers=vision["num_hidden_layers"], intermediate_size=vision["intermediate_size"],
         pos_emb_height=vision["init_pos_emb_height"], pos_emb_width=vision["init_pos_emb_width"],
     )  # fmt: skip
-    return Kimi_K25VisionModel(config).eval()
+    return official.Kimi_K25VisionModel(config).eval()
 
 
 def load(directory: Path, dtype: torch.dtype) -> tuple[Any, dict[str, torch.Tensor]]:

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file
-from transformers.models.step3p7.configuration_step3p7 import Step3p7VisionConfig
-from transformers.models.step3p7.modeling_step3p7 import Step3p7VisionModel
 
 from opticnerve_server.models.processor import CLIP_MEAN, CLIP_STD
 
@@ -34,8 +33,9 @@ def perception(vision: dict[str, Any]) -> Any:
     """transformers' tower of a published `vision_config`."""
     sizes = {key: vision[key] for key in ("width", "layers", "heads", "mlp_ratio")}
     positions = (vision["image_size"] // 14) ** 2
-    config = Step3p7VisionConfig(**sizes, image_size=vision["image_size"], max_position_embeddings=positions)
-    return Step3p7VisionModel(config).eval()
+    official = pytest.importorskip("transformers.models.step3p7.modeling_step3p7")
+    config = official.Step3p7VisionConfig(**sizes, image_size=vision["image_size"], max_position_embeddings=positions)
+    return official.Step3p7VisionModel(config).eval()
 
 
 def published(model: Any, heads: int) -> dict[str, torch.Tensor]:

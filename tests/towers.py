@@ -29,6 +29,7 @@ def load_tower(directory: Path, dtype: str = "float32", device: str = "cpu", *, 
         device=device,
         dtype=dtype,
         attention_backend="auto",
+        kernels="auto",
     ).tower
 
 

@@ -114,7 +114,13 @@ def encode_eagerly(model: Path, images: list[Path]) -> list[np.ndarray]:
     source = registry.open_model(str(model), "safetensors")
     planner = registry.build_planner(source)
     loaded = registry.build_tower(
-        source, planner, load_format="safetensors", device="cpu", dtype="float32", attention_backend="sdpa"
+        source,
+        planner,
+        load_format="safetensors",
+        device="cpu",
+        dtype="float32",
+        attention_backend="sdpa",
+        kernels="auto",
     )
     capacities = plan_capacities(planner.paths, explicit={}, cap=64, max_items=1, launches_by_segments=False)
     rows = []

@@ -137,10 +137,18 @@ class Config:
         default="auto",
     )
     attention_backend: str = setting(
-        choice("auto", "sdpa", "torch_varlen"),
+        choice("auto", "sdpa", "torch_varlen", "flash_attn", "flashinfer"),
         _MODEL,
         "Implementation of attention.",
-        "torch_varlen on a GPU, sdpa on a CPU: each the only one that is fast there.",
+        "sdpa on a CPU; on a GPU flash_attn where FlashAttention 3 or 4 is installed, else torch_varlen.",
+        "NAME",
+        default="auto",
+    )
+    kernels: str = setting(
+        choice("auto", "triton", "torch"),
+        _MODEL,
+        "Implementation of what lies between matrix products and attention.",
+        "Triton compiles it into single passes where there is a GPU and a C compiler, torch runs everywhere.",
         "NAME",
         default="auto",
     )

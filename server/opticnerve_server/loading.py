@@ -47,6 +47,7 @@ def load(config: Config) -> Loaded:
             device=config.device,
             dtype=config.dtype,
             attention_backend=config.attention_backend,
+            kernels=config.kernels,
         )
         capacities = plan_capacities(
             planner.paths,

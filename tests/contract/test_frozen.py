@@ -20,6 +20,7 @@ SETTINGS = {
     "device": ("--device", "OPTICNERVE_DEVICE"),
     "dtype": ("--dtype", "OPTICNERVE_DTYPE"),
     "attention_backend": ("--attention-backend", "OPTICNERVE_ATTENTION_BACKEND"),
+    "kernels": ("--kernels", "OPTICNERVE_KERNELS"),
     "projector": ("--projector", "OPTICNERVE_PROJECTOR"),
     "modalities": ("--modalities", "OPTICNERVE_MODALITIES"),
     "alpha_background": ("--alpha-background", "OPTICNERVE_ALPHA_BACKGROUND"),

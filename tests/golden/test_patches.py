@@ -33,7 +33,8 @@ def gathered(directory: Path, batch: list[Media]) -> torch.Tensor:
     tower.fill(PATH, plans, arrays)
     used = np.concatenate([media.frames.ravel() for media in batch])
     arrays[PIXELS][: used.size] = used
-    patches = tower.patch_embed.patches({name: torch.from_numpy(array) for name, array in arrays.items()})
+    patches = tower.patch_embed.levels({name: torch.from_numpy(array) for name, array in arrays.items()}, torch.float32)
+    patches = patches.view(len(patches), tower.planner.temporal_patch, tower.planner.patch, -1, 3)
     tokens = patches.permute(0, 4, 1, 2, 3).reshape(-1, tower.planner.merge**2, patches[0].numel())
     return tokens[torch.from_numpy(tower.gather_index(plans, {PATH: len(tokens)}))].flatten(0, 1)
 

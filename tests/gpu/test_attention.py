@@ -17,7 +17,15 @@ LENGTHS = [[576], [64, 4, 16, 400, 1], [64] * 37, [3, 0, 0, 260], [0, 0]]
 CHOICES = [("sdpa", torch.float32, 72), ("sdpa", torch.bfloat16, 72)]
 CHOICES += [("torch_varlen", torch.bfloat16, size) for size in (64, 72, 80, 128)]
 CHOICES += [("torch_varlen", torch.float16, 72)]
+CHOICES += [(name, torch.bfloat16, size) for name in ("flash_attn", "flashinfer") for size in (64, 72, 80, 128)]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def resolved(name: str, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
+    try:
+        return attention.resolve(name, torch.device("cuda"), dtype, head_dim)[0]
+    except attention.AttentionError as error:
+        pytest.skip(str(error))
 
 
 def packed(lengths: list[int], spare: int, dtype: torch.dtype, head_dim: int, fill: float) -> torch.Tensor:
@@ -56,7 +64,7 @@ def run(backend: AttentionBackend, qkv: torch.Tensor, cu: torch.Tensor, longest:
 def test_equals_a_written_out_softmax(
     name: str, dtype: torch.dtype, head_dim: int, lengths: list[int], fill: float
 ) -> None:
-    backend, _ = attention.resolve(name, torch.device("cuda"), dtype, head_dim)
+    backend = resolved(name, dtype, head_dim)
     qkv, cu = packed(lengths, 130, dtype, head_dim, fill), offsets(lengths, 9)
     expected = written_out(qkv, lengths)
     out = run(backend, qkv, cu, 1024)
@@ -67,7 +75,7 @@ def test_equals_a_written_out_softmax(
 
 @pytest.mark.parametrize(("name", "dtype", "head_dim"), CHOICES)
 def test_replays_follow_their_buffers(name: str, dtype: torch.dtype, head_dim: int) -> None:
-    backend, _ = attention.resolve(name, torch.device("cuda"), dtype, head_dim)
+    backend = resolved(name, dtype, head_dim)
     rows, segments = 640, 40
     static, cu = packed([rows], 0, dtype, head_dim, 0.0), offsets([rows], segments - 1)
     run(backend, static, cu, rows)
@@ -83,8 +91,9 @@ def test_replays_follow_their_buffers(name: str, dtype: torch.dtype, head_dim: i
 
 
 @pytest.mark.parametrize("head_dim", [64, 72, 80])
-def test_a_segment_does_not_depend_on_its_neighbours(head_dim: int) -> None:
-    backend, _ = attention.resolve("torch_varlen", torch.device("cuda"), torch.bfloat16, head_dim)
+@pytest.mark.parametrize("name", ["torch_varlen", "flash_attn", "flashinfer"])
+def test_a_segment_does_not_depend_on_its_neighbours(name: str, head_dim: int) -> None:
+    backend = resolved(name, torch.bfloat16, head_dim)
     lengths = [400, 64, 2048]
     qkv = packed(lengths, 64, torch.bfloat16, head_dim, math.nan)
     together = run(backend, qkv, offsets(lengths, 3), 4096)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+import sys
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 from opticnerve_server import attention
 from opticnerve_server.attention import sdpa
+from opticnerve_server.attention.by_length import WINDOW_ROWS
+from opticnerve_server.attention.flash_attn import PACKAGES
+from opticnerve_server.attention.torch_varlen import TorchVarlen
 
 HEADS, SIZE = 3, 8
 CASES = {
@@ -86,7 +92,10 @@ def test_auto_on_a_cpu_is_sdpa_and_says_why(dtype: torch.dtype) -> None:
         (torch.bfloat16, 264, "sdpa"),
     ],
 )
-def test_auto_on_cuda_is_varlen_where_it_can_run(dtype: torch.dtype, head_dim: int, name: str) -> None:
+def test_auto_on_cuda_is_varlen_where_it_can_run(
+    dtype: torch.dtype, head_dim: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_capability", lambda device: 9)
     backend, reason = attention.resolve("auto", torch.device("cuda"), dtype, head_dim)
     assert backend.name == name
     assert backend.launches_by_segments == (name == "torch_varlen")
@@ -100,6 +109,41 @@ def test_auto_on_cuda_is_varlen_where_it_can_run(dtype: torch.dtype, head_dim: i
 def test_a_backend_that_cannot_run_is_refused_by_name(device: str, dtype: torch.dtype, head_dim: int, why: str) -> None:
     with pytest.raises(attention.AttentionError, match=rf"torch_varlen cannot run here: .*{why}.* use auto or sdpa"):
         attention.resolve("torch_varlen", torch.device(device), dtype, head_dim)
+
+
+@pytest.mark.parametrize(("module", "package"), [(name, package) for name, package, _ in PACKAGES])
+def test_auto_takes_what_is_installed_for_long_segments_alone(
+    module: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[int] = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **bounds: Any) -> torch.Tensor:
+        called.append(bounds["max_seqlen_k"])
+        return torch.zeros_like(q)
+
+    parts = module.split(".")
+    for count in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:count]), ModuleType(parts[count - 1]))
+    sys.modules[module].flash_attn_varlen_func = attend  # type: ignore[attr-defined]
+    monkeypatch.setattr(attention, "_capability", lambda device: 9)
+    backend, reason = attention.resolve("auto", torch.device("cuda"), torch.bfloat16, 72)
+    if package == "flash-attn-2":  # torch_varlen is the same kernel
+        assert backend.name == "torch_varlen"
+        return
+    assert backend.name == "flash_attn"
+    assert package in reason
+    monkeypatch.setattr(TorchVarlen, "attend", lambda self, q, *rest: called.append(-1))
+    q, cu = torch.zeros(200, 2, 8), torch.tensor([0, 200], dtype=torch.int32)
+    for longest in (WINDOW_ROWS, WINDOW_ROWS + 1):
+        backend.attend(q, q, q, cu, cu, longest, longest, 200)
+    assert called == [-1, WINDOW_ROWS + 1]
+
+
+@pytest.mark.parametrize("name", ["flash_attn", "flashinfer"])
+def test_a_missing_package_is_an_error_only_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_capability", lambda device: 9)
+    with pytest.raises(attention.AttentionError, match=rf"{name} cannot run here: .*extra: .*; use auto or sdpa"):
+        attention.resolve(name, torch.device("cuda"), torch.bfloat16, 72)
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:

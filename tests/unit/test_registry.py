@@ -166,11 +166,12 @@ def test_a_written_checkpoint_loads_and_repeats(architecture: str, tmp_path: Pat
             device="cpu",
             dtype="auto",
             attention_backend="auto",
+            kernels="auto",
         )
         digests.append(loaded.weights_digest)
         assert loaded.tower.dtype == torch.float32
         assert loaded.attention_backend == "sdpa"
-        assert loaded.reasons.keys() == {"device", "dtype", "attention_backend"}
+        assert loaded.reasons.keys() == {"device", "dtype", "attention_backend", "kernels"}
         assert all(loaded.reasons.values())
         with safe_open(tmp_path / name / "model.safetensors", framework="pt") as file:
             assert any("embed_tokens" in stored for stored in file.keys())  # noqa: SIM118
@@ -347,6 +348,7 @@ def test_an_unknown_dtype_or_load_format_is_refused(checkpoint: Path) -> None:
             "device": "cpu",
             "dtype": "auto",
             "attention_backend": "auto",
+            "kernels": "auto",
             **change,
         }
         with pytest.raises(ModelError, match=match):

@@ -27,7 +27,7 @@ def load(directory: Path, load_format: str = "safetensors", dtype: str = "float3
     source = registry.open_model(str(directory), load_format)
     planner = registry.build_planner(source)
     return registry.build_tower(
-        source, planner, load_format=load_format, device="cpu", dtype=dtype, attention_backend="auto"
+        source, planner, load_format=load_format, device="cpu", dtype=dtype, attention_backend="auto", kernels="auto"
     )
 
 

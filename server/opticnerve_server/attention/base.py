@@ -36,7 +36,7 @@ class AttentionBackend(Protocol):
         segments. Segment i of q attends to segment i of k. `max_q` and `max_k` bound the rows of a segment.
 
         Returns [num_rows, heads, head_dim]. Rows behind the last segment are zero there, and reach no other row,
-        whatever q, k and v hold in them, NaN included.
+        whatever q, k and v hold in them, NaN included; in k and v they may be overwritten.
         """
         ...
 

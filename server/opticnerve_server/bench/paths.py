@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .. import kernels
 from ..buffers import Packing
 from ..graphs import GraphManager, eager_capacity
 from ..models.base import ImageItem, Tower
@@ -78,13 +79,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--kernels", default="auto", choices=kernels.NAMES)
     parser.add_argument("--image", default=ImageItem(672, 672), type=_image, metavar="HEIGHTxWIDTH")
     parser.add_argument("--images", default=[1, 4, 16], type=int, nargs="+", metavar="N", help="how many in a batch")
     parser.add_argument("--repeats", default=30, type=int, metavar="N", help="whose median is taken")
     options = parser.parse_args(arguments)
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
     with torch.inference_mode():
-        tower, _, source = build(options.model, device, dtype, options.attention_backend)
+        tower, _, source = build(options.model, device, dtype, options.attention_backend, options.kernels)
         rows = measure(tower, options.image, options.images, options.repeats)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     spans = ", ".join(dict.fromkeys(span.kind for span in tower.planner.plan(options.image).spans))

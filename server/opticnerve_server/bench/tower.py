@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .. import kernels
 from ..attention import resolve
 from ..config import CPU_TOKEN_CAP, GPU_TOKEN_CAP
 from ..graphs import GraphManager, eager_capacity, plan_capacities
@@ -78,8 +79,10 @@ class RecordingTensors(DummyTensors):
         return self.taken[name]
 
 
-def build(model: str, device: torch.device, dtype: torch.dtype, backend: str) -> tuple[Tower, RecordingTensors, Any]:
-    """A tower with dummy weights, these weights, and the vision_config of the model."""
+def build(
+    model: str, device: torch.device, dtype: torch.dtype, backend: str, between: str
+) -> tuple[Tower, RecordingTensors, Any]:
+    """A tower with dummy weights, these weights, and the vision_config of the model. `between` are its kernels."""
     source = registry.open_model(model, "dummy")
     planner = registry.build_planner(source)
     tensors = RecordingTensors(device, dtype)
@@ -87,6 +90,8 @@ def build(model: str, device: torch.device, dtype: torch.dtype, backend: str) ->
     config = cls.read_config(source.config)
     attention, reason = resolve(backend, device, dtype, config.head_dim)
     print(f"attention: {attention.name}, {reason}")
+    reason = kernels.choose(between, device)
+    print(f"kernels: {kernels.chosen()}, {reason}")
     return cls(config, planner, tensors, attention), tensors, source
 
 
@@ -188,6 +193,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--kernels", default="auto", choices=kernels.NAMES)
     parser.add_argument("--max-token-budget", type=int, help="largest captured budget")
     parser.add_argument("--batches", nargs="*", default=STILLS, choices=list(BATCHES))
     parser.add_argument("--repeats", type=int, default=30)
@@ -205,7 +211,7 @@ def main() -> None:
 def run_table(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Build, capture, test and measure."""
     started = time.perf_counter()
-    tower, tensors, source = build(options.model, device, dtype, options.attention_backend)
+    tower, tensors, source = build(options.model, device, dtype, options.attention_backend, options.kernels)
     loaded = time.perf_counter()
     cap = options.max_token_budget or (GPU_TOKEN_CAP if device.type == "cuda" else CPU_TOKEN_CAP)
     by_segments = resolve(options.attention_backend, device, dtype, 64)[0].launches_by_segments

@@ -17,12 +17,13 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from .. import kernels
 from ..attention.base import AttentionBackend
 from ..types import Capacity, ItemPlan, Layout
 from .base import PIXELS, BufferSpec
 from .config import ModelError
 from .crops import SAM_PATCH, DeepseekOcrPlanner
-from .dense import attend, quick_gelu, resized_square
+from .dense import attend, resized_square
 from .layers import LayerNorm, Linear
 from .presets import PROCESSORS
 from .processor import ProcessorError, read_channels
@@ -177,8 +178,8 @@ class SamBlock:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [n, side, side, width]."""
         normed = self.norm1(x)
-        x = x + (self._attend(normed) if self.whole else self._in_windows(normed))
-        return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
+        x, y = self.norm2.after(x, self._attend(normed) if self.whole else self._in_windows(normed))
+        return x + self.fc2(F.gelu(self.fc1(y)))
 
     def _in_windows(self, x: torch.Tensor) -> torch.Tensor:
         """Zeros fill the last windows; they are keys like any other, as officially."""
@@ -251,8 +252,8 @@ class ClipBlock:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [n, rows, width]."""
-        x = x + self.out(attend(self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1))))
-        return x + self.fc2(quick_gelu(self.fc1(self.norm2(x))))
+        x, y = self.norm2.after(x, self.out(attend(self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)))))
+        return x + self.fc2(kernels.quick_gelu(self.fc1(y)))
 
 
 class DeepseekOcrTower:

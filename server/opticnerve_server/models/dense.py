@@ -15,11 +15,6 @@ def attend(qkv: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-def quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """x sigmoid(1.702 x)."""
-    return x * torch.sigmoid(1.702 * x)
-
-
 def resized_square(table: torch.Tensor, side: int) -> torch.Tensor:
     """A table [n, n, width] of absolute positions for another side, bicubic with antialias, in float32."""
     if table.shape[0] == side:

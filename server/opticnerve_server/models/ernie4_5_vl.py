@@ -21,7 +21,7 @@ from .base import BufferSpec
 from .config import GridConfig, ModelError, read_grid_config
 from .grid import GridPlanner
 from .grid_tower import Array, GridTower
-from .layers import LayerNorm, Linear, PatchEmbed, RMSNorm, Rope, Segments
+from .layers import LayerNorm, Linear, PatchEmbed, RMSNorm, Rope, Segments, through
 from .processor import COMMON, ProcessorClass
 from .qwen2_vl import Block
 from .weights import TensorSource
@@ -151,9 +151,8 @@ class Ernie45VLTower(GridTower):
         x = self.patch_embed(buffers)
         turns = self.rope.turns(buffers["position"])
         segments = Segments(buffers["cu_frames"], capacity.longest)
-        for block in self.blocks:
-            x = block(x, turns, segments)
-        units = self.spatial(self.norm(x).view(-1, self.merged_size))
+        x, delta = through(self.blocks, x, turns, segments)
+        units = self.spatial(self.norm.after(x, delta)[1].view(-1, self.merged_size))
         folded = torch.cat([units, units.index_select(0, buffers["partner"])], dim=-1)
         return self.out_norm(self.proj(self.temporal(folded)))
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from ..attention.base import AttentionBackend
 from ..types import Capacity, Layout
 from .config import ModelError, read_grid_config
-from .layers import LayerNorm, Linear, Segments
+from .layers import LayerNorm, Linear, Segments, through
 from .processor import BILINEAR, PLAIN, ProcessorClass, ProcessorError, read_channels, read_settings, require
 from .resize import torch_bilinear
 from .siglip import Block
@@ -190,10 +190,15 @@ class Gemma3Tower(TileTower):
         x = self.patch_embed(self.tile_patches(buffers["pixels"], self.dtype))
         x = (x.view(capacity.units, -1, x.shape[1]) + self.positions).flatten(0, 1)
         segments = Segments(buffers["cu_tiles"], planner.paths[path].rows_per_unit)
-        for block in self.blocks:
-            x = block(x, segments)
+        x, delta = through(self.blocks, x, segments)
         side, merge = planner.grid_side // planner.merge, planner.merge
-        cells = self.norm(x).view(capacity.units, side, merge, side, merge, -1).float().mean((2, 4)).to(self.dtype)
+        cells = (
+            self.norm.after(x, delta)[1]
+            .view(capacity.units, side, merge, side, merge, -1)
+            .float()
+            .mean((2, 4))
+            .to(self.dtype)
+        )
         return self.out(self.out_norm(cells.flatten(0, 2)))
 
 

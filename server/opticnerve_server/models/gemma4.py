@@ -14,12 +14,13 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.nn.functional as F
 
+from .. import kernels
 from ..attention.base import AttentionBackend
 from ..types import Capacity, Layout
 from .config import GridConfig, ModelError
 from .grid import GridPlanner
 from .grid_tower import GridTower
-from .layers import Linear, PatchGather, Rope, Segments, paired, rotate
+from .layers import Linear, PatchLevels, Rope, Segments, paired
 from .patches import PositionedFormat
 from .processor import COMMON, ProcessorClass, ProcessorError, read_channels, read_settings, require
 from .soft_tokens import SOFT_TOKENS, SoftTokenResize
@@ -139,7 +140,7 @@ class Attention:
     def _turning(
         self, source: TensorSource, name: str, config: Gemma4Config, scale: float
     ) -> tuple[ClippedLinear, Norm]:
-        """A projection and its norm, scaled, in the order that `rotate` wants.
+        """A projection and its norm, scaled, in the order that `kernels.rotate_` wants.
 
         Each half of a head turns by itself, the first with the column and the second with the row.
         """
@@ -151,7 +152,8 @@ class Attention:
     def __call__(self, x: torch.Tensor, turns: torch.Tensor, segments: Segments) -> torch.Tensor:
         rows, shape = x.shape[0], (x.shape[0], self.heads, self.head_dim)
         qk = torch.stack([self.q_norm(self.q(x).view(shape)), self.k_norm(self.k(x).view(shape))], dim=1)
-        q, k = rotate(qk, turns).unbind(1)
+        kernels.rotate_(qk, turns)
+        q, k = qk.unbind(1)
         v = self.v_norm(self.v(x).view(shape))
         cu, longest = segments.cu, segments.longest
         return self.out(self.backend.attend(q, k, v, cu, cu, longest, longest, rows).flatten(1))
@@ -181,7 +183,7 @@ class PatchEmbed:
     """From packed uint8 images to embedded patches [rows, width], their column and row looked up in a table each."""
 
     def __init__(self, source: TensorSource, config: Gemma4Config) -> None:
-        self.gather = PatchGather(config.patch_size, source.device)
+        self.levels = PatchLevels(config.patch_size, source.device)
         values = 3 * config.patch_size**2
         self.proj = Linear.take(source, "patch_embedder.input_proj", values, config.hidden_size, bias=False)
         self.columns, self.rows = source.take(
@@ -189,11 +191,11 @@ class PatchEmbed:
         )
 
     def patches(self, buffers: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Patches from -1 to 1, float32 [rows, 1, patch, patch, 3]: rescaled by the processor, shifted by the tower."""
-        return 2 * (self.gather(buffers) * (1 / 255) - 0.5)
+        """Patches from -1 to 1, float32 [rows, patch x patch x 3]: rescaled by the processor, shifted by the tower."""
+        return 2 * (self.levels(buffers, torch.float32) * (1 / 255) - 0.5)
 
     def __call__(self, buffers: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        embedded = self.proj(self.patches(buffers).flatten(1).to(self.proj.weight.dtype))
+        embedded = self.proj(self.patches(buffers).to(self.proj.weight.dtype))
         row, column = buffers["position"].unbind(1)
         return embedded + (F.embedding(column, self.columns) + F.embedding(row, self.rows))
 

@@ -17,7 +17,7 @@ from ..types import Capacity
 from .config import GridConfig, ModelError
 from .grid import ClipResize, GridPlanner
 from .grid_tower import Frame, GridTower
-from .layers import LayerNorm, Linear, PatchEmbed, RMSNorm, Rope, Segments, SelfAttention
+from .layers import LayerNorm, Linear, PatchEmbed, RMSNorm, Rope, Segments, SelfAttention, SwiGLU, through
 from .processor import COMMON, ProcessorClass
 from .table import TablePositions
 from .weights import TensorSource
@@ -57,26 +57,6 @@ class Glm4vConfig(GridConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class SwiGLU:
-    """down(silu(gate(x)) * up(x)), without biases."""
-
-    gate: Linear
-    up: Linear
-    down: Linear
-
-    @classmethod
-    def take(cls, source: TensorSource, name: str, width: int, inner: int) -> Self:
-        return cls(
-            gate=Linear.take(source, f"{name}.gate_proj", width, inner, bias=False),
-            up=Linear.take(source, f"{name}.up_proj", width, inner, bias=False),
-            down=Linear.take(source, f"{name}.down_proj", inner, width, bias=False),
-        )
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-@dataclass(frozen=True, slots=True)
 class Block:
     """Pre-norm residual attention and SwiGLU."""
 
@@ -95,12 +75,16 @@ class Block:
             norm1=RMSNorm.take(source, f"{name}.norm1", width, eps),
             attention=attention,
             norm2=RMSNorm.take(source, f"{name}.norm2", width, eps),
-            mlp=SwiGLU.take(source, f"{name}.mlp", width, config.out_hidden_size),
+            mlp=SwiGLU.take(source, f"{name}.mlp", width, config.out_hidden_size, bias=False),
         )
 
-    def __call__(self, x: torch.Tensor, turns: torch.Tensor, segments: Segments) -> torch.Tensor:
-        x = x + self.attention(self.norm1(x), turns, segments)
-        return x + self.mlp(self.norm2(x))
+    def __call__(
+        self, x: torch.Tensor, delta: torch.Tensor | None, turns: torch.Tensor, segments: Segments
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `layers.through`."""
+        x, y = self.norm1.after(x, delta)
+        x, y = self.norm2.after(x, self.attention(y, turns, segments))
+        return x, self.mlp(y)
 
 
 class Merger:
@@ -113,7 +97,7 @@ class Merger:
         self.downsample = Linear(kernel.reshape(out, -1).contiguous(), source.take("downsample.bias", out))
         self.proj = Linear.take(source, "merger.proj", out, out, bias=False)
         self.norm = LayerNorm.take(source, "merger.post_projection_norm", out, eps=1e-5)
-        self.mlp = SwiGLU.take(source, "merger", out, config.intermediate_size)
+        self.mlp = SwiGLU.take(source, "merger", out, config.intermediate_size, bias=False)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         tokens = self.downsample(x.view(-1, self.downsample.weight.shape[1]))
@@ -154,6 +138,5 @@ class Glm4vTower(GridTower):
         x = x + self.positions(buffers).to(x.dtype)
         turns = self.rope.turns(buffers["position"])
         segments = Segments(buffers["cu_frames"], capacity.longest)
-        for block in self.blocks:
-            x = block(x, turns, segments)
-        return self.merger(self.norm(x))
+        x, delta = through(self.blocks, x, turns, segments)
+        return self.merger(self.norm.after(x, delta)[1])

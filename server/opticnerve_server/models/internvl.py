@@ -206,8 +206,8 @@ class Block:
         self.fc2 = Linear.take(source, f"{name}.mlp.fc2", inner, width)
 
     def __call__(self, x: torch.Tensor, segments: Segments) -> torch.Tensor:
-        x = x + self.scale1 * self._attend(self.norm1(x), segments)
-        return x + self.scale2 * self.fc2(F.gelu(self.fc1(self.norm2(x))))
+        x, y = self.norm2.after(x, self._attend(self.norm1(x), segments), self.scale1)
+        return torch.addcmul(x, self.scale2, self.fc2(F.gelu(self.fc1(y))))
 
     def _attend(self, x: torch.Tensor, segments: Segments) -> torch.Tensor:
         q, k, v = self.qkv(x).chunk(3, dim=1)

@@ -16,13 +16,14 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from .. import kernels
 from ..attention.base import AttentionBackend
 from ..types import Capacity, Layout
 from .base import PlanError
 from .config import GridConfig, ModelError, read_grid_config
 from .grid import GridPlanner
 from .grid_tower import Frame, GridTower
-from .layers import LayerNorm, Linear, PatchEmbed, Rope, Segments, rotate
+from .layers import LayerNorm, Linear, PatchEmbed, Rope, Segments, through
 from .patches import RasterFormat
 from .processor import PLAIN, ProcessorClass, ProcessorError, read_channels, read_settings, require
 from .resize import pillow_bicubic
@@ -135,12 +136,17 @@ class Block:
         self.fc0 = Linear.take(source, f"{name}.mlp.fc0", width, inner)
         self.fc1 = Linear.take(source, f"{name}.mlp.fc1", inner, width)
 
-    def __call__(self, x: torch.Tensor, turns: torch.Tensor, segments: Segments) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, delta: torch.Tensor | None, turns: torch.Tensor, segments: Segments
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `layers.through`."""
         rows, (cu, longest) = x.shape[0], (segments.cu, segments.longest)
-        qkv = self.qkv(self.norm0(x)).view(rows, 3, self.heads, -1)
-        q, k = rotate(qkv[:, :2], turns).unbind(1)
-        x = x + self.out(self.backend.attend(q, k, qkv[:, 2], cu, cu, longest, longest, rows).flatten(1))
-        return x + self.fc1(F.gelu(self.fc0(self.norm1(x)), approximate="tanh"))
+        x, y = self.norm0.after(x, delta)
+        qkv = self.qkv(y).view(rows, 3, self.heads, -1)
+        kernels.rotate_(qkv, turns)
+        q, k, v = qkv.unbind(1)
+        x, y = self.norm1.after(x, self.out(self.backend.attend(q, k, v, cu, cu, longest, longest, rows).flatten(1)))
+        return x, self.fc1(self.fc0.gelu(y))
 
 
 class KimiVLTower(GridTower):
@@ -216,9 +222,8 @@ class KimiVLTower(GridTower):
         x = x + self.positions(buffers).to(x.dtype)
         turns = self._turns(buffers["position"])
         segments = Segments(buffers["cu_frames"], capacity.longest)
-        for block in self.blocks:
-            x = block(x, turns, segments)
-        tokens = self.out_norm(self.norm(x)).view(-1, self.fc1.weight.shape[1])
+        x, delta = through(self.blocks, x, turns, segments)
+        tokens = self.out_norm(self.norm.after(x, delta)[1]).view(-1, self.fc1.weight.shape[1])
         return self.fc2(F.gelu(self.fc1(tokens)))
 
     def _turns(self, position: torch.Tensor) -> torch.Tensor:

@@ -6,13 +6,14 @@ Shapes in names: r rows (patches), n tokens, h heads, d head size. Weights stay 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 import torch.nn.functional as F
 
+from .. import kernels
 from ..attention.base import AttentionBackend
 from .base import PIXELS
 from .grid import GridPlanner
@@ -47,6 +48,11 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
 
+    def gelu(self, x: torch.Tensor) -> torch.Tensor:
+        """GELU, by its tanh formula, of the layer's output; the layer has a bias."""
+        assert self.bias is not None
+        return kernels.gelu_linear(x, self.weight, self.bias)
+
 
 @dataclass(frozen=True, slots=True)
 class LayerNorm:
@@ -61,7 +67,13 @@ class LayerNorm:
         return cls(source.take(f"{name}.weight", size), source.take(f"{name}.bias", size), eps)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return self.after(x, None)[1]
+
+    def after(
+        self, x: torch.Tensor, delta: torch.Tensor | None, scale: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual sum x + scale * delta, and its norm, in one pass."""
+        return kernels.add_layer_norm(x, delta, scale, self.weight, self.bias, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +88,13 @@ class RMSNorm:
         return cls(source.take(f"{name}.weight", size), eps)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        x32 = x.float()
-        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * (x32 * scale).to(x.dtype)
+        return self.after(x, None)[1]
+
+    def after(
+        self, x: torch.Tensor, delta: torch.Tensor | None, scale: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual sum x + scale * delta, and its norm, in one pass."""
+        return kernels.add_rms_norm(x, delta, scale, self.weight, self.eps)
 
 
 class Rope:
@@ -99,17 +115,9 @@ class Rope:
         return torch.polar(torch.ones_like(angles), angles)
 
 
-def rotate(x_rkhd: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-    """Turn each pair of neighbouring numbers of a head, in float32, and round back to x's dtype.
-
-    One complex product, where halves that turn against each other would take a dozen kernels.
-    """
-    pairs = torch.view_as_complex(x_rkhd.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * turns).flatten(-2).to(x_rkhd.dtype)
-
-
 def paired(x_h: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows [heads x head_dim, ...] of a projection, where a head's halves turn against each other, as `rotate` wants.
+    """Rows [heads x head_dim, ...] of a projection, where a head's halves turn against each other, as `kernels.rotate_`
+    wants: the two numbers of a pair side by side.
 
     Attention does not see the order of the numbers within a head, as long as it is that of q and of k.
     """
@@ -155,10 +163,33 @@ class SelfAttention:
     def __call__(self, x: torch.Tensor, turns: torch.Tensor, segments: Segments) -> torch.Tensor:
         rows = x.shape[0]
         qkv_r3hd = self.qkv(x).view(rows, 3, self.heads, -1)
-        q, k = rotate(qkv_r3hd[:, :2], turns).unbind(1)
+        kernels.rotate_(qkv_r3hd, turns)
+        q, k, v = qkv_r3hd.unbind(1)
         cu, longest = segments.cu, segments.longest
-        attended = self.backend.attend(q, k, qkv_r3hd[:, 2], cu, cu, longest, longest, rows)
-        return self.proj(attended.flatten(1))
+        return self.proj(self.backend.attend(q, k, v, cu, cu, longest, longest, rows).flatten(1))
+
+
+@dataclass(frozen=True, slots=True)
+class SwiGLU:
+    """down(silu(gate(x)) * up(x)), gate and up as one product. The inner width is padded with zeros to a multiple of
+    ALIGNMENT, which changes no result: rows that do not begin at 16 bytes send cuBLAS to kernels three times slower,
+    and published widths are as odd as 3420.
+    """
+
+    ALIGNMENT: ClassVar[int] = 8
+
+    gate_up: Linear
+    down: Linear
+
+    @classmethod
+    def take(cls, source: TensorSource, name: str, width: int, inner: int, *, bias: bool) -> Self:
+        aligned = -(-inner // cls.ALIGNMENT) * cls.ALIGNMENT
+        stored = (Linear.take(source, f"{name}.{part}_proj", width, inner, bias=bias) for part in ("gate", "up"))
+        down = Linear.take(source, f"{name}.down_proj", inner, width, bias=bias).padded(inputs=aligned)
+        return cls(Linear.joined(layer.padded(outputs=aligned) for layer in stored), down)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(kernels.gated(self.gate_up(x), self.down.weight.shape[1]))
 
 
 def _qk_paired(qkv: torch.Tensor, heads: int) -> torch.Tensor:
@@ -166,7 +197,27 @@ def _qk_paired(qkv: torch.Tensor, heads: int) -> torch.Tensor:
     return torch.cat([paired(q, heads), paired(k, heads), v])
 
 
-class PatchGather:
+class ResidualBlock(Protocol):
+    """A block of a tower whose residual sum is made together with the norm behind it."""
+
+    def __call__(
+        self, x: torch.Tensor, delta: torch.Tensor | None, *places: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def through(blocks: Iterable[ResidualBlock], x: torch.Tensor, *places: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`x` [rows, width] through all blocks; `places` are what each is told besides.
+
+    A block takes (x, delta), which together are the stream x + delta, and returns such a pair: its last sum is left to
+    the norm that follows.
+    """
+    delta = None
+    for block in blocks:
+        x, delta = block(x, delta, *places)
+    return x, delta
+
+
+class PatchLevels:
     """From packed uint8 images to their patches.
 
     `pixels` holds the resized images, uint8 RGB rows from the top, one behind another: a still's frame once, a video's
@@ -175,16 +226,28 @@ class PatchGather:
     line of a patch in each of its frames (a still repeats its one), `stride` int32 [rows] the lines of an image row.
     """
 
-    def __init__(self, patch: int, device: torch.device) -> None:
+    def __init__(
+        self, patch: int, device: torch.device, mean: Sequence[float] = (0, 0, 0), std: Sequence[float] = (1, 1, 1)
+    ) -> None:
+        """`mean` and `std` by channel, of levels 0 to 255: what is returned is (level - mean) / std."""
         self.patch = patch
-        self.lines = torch.arange(patch, dtype=torch.int32, device=device)
+        self.mean, self.std = (torch.tensor(values, dtype=torch.float32, device=device) for values in (mean, std))
 
-    def __call__(self, buffers: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Levels 0 to 255, float32 [rows, temporal_patch, patch, patch, 3]."""
+    def __call__(self, buffers: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """[rows, temporal_patch x patch x patch x 3], the last axes of a patch being frame, row, column, channel."""
         origin, stride = buffers["origin"], buffers["stride"]
-        lines = origin[:, :, None] + stride[:, None, None] * self.lines
-        gathered = buffers[PIXELS].view(-1, self.patch * 3).index_select(0, lines.flatten())
-        return gathered.view(*origin.shape, self.patch, self.patch, 3).float()
+        return kernels.patches(buffers[PIXELS], origin, stride, self.patch, self.mean, self.std, dtype)
+
+
+def normalised_levels(patch: int, device: torch.device, mean: Sequence[float], std: Sequence[float]) -> PatchLevels:
+    """Patches normalised by `mean` and `std` of values scaled to 0..1.
+
+    (x - 255 mean) / (255 std), the arithmetic of the torchvision-backed processors: bit-equal to theirs.
+    """
+    levels = PatchLevels(patch, device, mean, std)
+    levels.mean *= 255
+    levels.std *= 255
+    return levels
 
 
 class PatchEmbed:
@@ -204,22 +267,13 @@ class PatchEmbed:
         flat: bool = False,
         frames: bool = True,
     ) -> None:
-        self.gather = PatchGather(planner.patch, source.device)
+        self.levels = normalised_levels(planner.patch, source.device, planner.mean, planner.std)
         kernel = (3, planner.temporal_patch, planner.patch, planner.patch)
         shape: tuple[int, ...] = (math.prod(kernel),) if flat else kernel if frames else (3, *kernel[2:])
         weight = source.take("patch_embed.proj.weight", width, *shape).view(width, *kernel)
         # Stored as (channel, frame, row, column); gathered as (frame, row, column, channel).
         ordered = weight.permute(0, 2, 3, 4, 1).reshape(width, -1).contiguous()
         self.proj = Linear(ordered, source.take("patch_embed.proj.bias", width) if bias else None)
-        self.mean = torch.tensor(planner.mean, device=source.device) * 255
-        self.std = torch.tensor(planner.std, device=source.device) * 255
-
-    def patches(self, buffers: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Normalised patches, float32 [rows, temporal_patch, patch, patch, 3].
-
-        (x - 255 mean) / (255 std), the arithmetic of the torchvision-backed processors: bit-equal to theirs.
-        """
-        return (self.gather(buffers) - self.mean) / self.std
 
     def __call__(self, buffers: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self.proj(self.patches(buffers).flatten(1).to(self.proj.weight.dtype))
+        return self.proj(self.levels(buffers, self.proj.weight.dtype))

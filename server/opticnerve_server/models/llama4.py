@@ -13,11 +13,12 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
+from .. import kernels
 from ..attention.base import AttentionBackend
 from ..types import Capacity, Layout
 from .canvas import BestCanvas
 from .config import GridConfig, ModelError, read_grid_config
-from .layers import LayerNorm, Linear, Rope, Segments, rotate
+from .layers import LayerNorm, Linear, Rope, Segments, through
 from .processor import BILINEAR, PLAIN, ProcessorClass, ProcessorError, read_channels, read_settings, require
 from .resize import torch_bilinear
 from .tile_tower import TileConfig, TileTower, patch_linear
@@ -88,13 +89,17 @@ class Block:
         self.fc1 = Linear.take(source, f"{name}.mlp.fc1", width, config.intermediate_size)
         self.fc2 = Linear.take(source, f"{name}.mlp.fc2", config.intermediate_size, width)
 
-    def __call__(self, x: torch.Tensor, turns: torch.Tensor, segments: Segments) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, delta: torch.Tensor | None, turns: torch.Tensor, segments: Segments
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `layers.through`."""
         rows, (cu, longest) = x.shape[0], (segments.cu, segments.longest)
-        qkv = self.qkv(self.norm1(x)).view(rows, 3, self.heads, -1)
-        # The same turns in every tile.
-        q, k = rotate(qkv[:, :2].unflatten(0, (-1, turns.shape[0])), turns).flatten(0, 1).unbind(1)
-        x = x + self.out(self.backend.attend(q, k, qkv[:, 2], cu, cu, longest, longest, rows).flatten(1))
-        return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
+        x, y = self.norm1.after(x, delta)
+        qkv = self.qkv(y).view(rows, 3, self.heads, -1)
+        kernels.rotate_(qkv, turns)  # the same in every tile
+        q, k, v = qkv.unbind(1)
+        x, y = self.norm2.after(x, self.out(self.backend.attend(q, k, v, cu, cu, longest, longest, rows).flatten(1)))
+        return x, self.fc2(F.gelu(self.fc1(y)))
 
 
 class Llama4AdapterTower(TileTower):
@@ -174,9 +179,8 @@ class Llama4AdapterTower(TileTower):
         patches = patches.view(tiles, -1, patches.shape[1]) + self.positions
         x = self.norm_before(torch.cat([patches, self.class_row.expand(tiles, -1, -1)], dim=1).flatten(0, 1))
         segments = Segments(buffers["cu_tiles"], self.planner.paths[path].rows_per_unit)
-        for block in self.blocks:
-            x = block(x, self.turns, segments)
-        cells = self.shuffled(self.norm_behind(x).view(tiles, -1, x.shape[1])[:, :-1])
+        x, delta = through(self.blocks, x, self.turns, segments)
+        cells = self.shuffled(self.norm_behind.after(x, delta)[1].view(tiles, -1, x.shape[1])[:, :-1])
         return F.gelu(self.fc2(F.gelu(self.fc1(cells))))
 
 

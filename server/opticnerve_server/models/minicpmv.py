@@ -21,7 +21,7 @@ from .base import PIXELS, BufferSpec
 from .clip import ClipRule, EachFrame, SampledClips
 from .config import ModelError, read_grid_config
 from .grid_tower import write_offsets
-from .layers import LayerNorm, Linear, PatchGather, Segments
+from .layers import LayerNorm, Linear, Segments, normalised_levels, through
 from .processor import PLAIN, ProcessorClass, ProcessorError, read_channels, read_settings, require
 from .sampling import FrameSampler, SamplingSettings, minicpmv
 from .siglip import Block
@@ -142,9 +142,7 @@ class MiniCPMVTower:
         """Take all weights from `source`. Raises ModelError for a missing or misshapen one."""
         self.planner, self.device, self.dtype = planner, source.device, source.dtype
         self.side, self.strip = config.grid_side, config.strip
-        self.gather = PatchGather(config.patch_size, source.device)
-        self.mean = torch.tensor(planner.mean, device=source.device) * 255
-        self.std = torch.tensor(planner.std, device=source.device) * 255
+        self.levels = normalised_levels(config.patch_size, source.device, planner.mean, planner.std)
         self.patch_embed = patch_linear(source, "embeddings.patch_embedding", config)
         self.table = source.take("embeddings.position_embedding.weight", self.side**2, config.hidden_size)
         eps = config.layer_norm_eps
@@ -240,12 +238,10 @@ class MiniCPMVTower:
 
     def forward(self, path: str, buffers: Mapping[str, torch.Tensor], capacity: Capacity) -> torch.Tensor:
         """See `base.Tower.forward`: [segments x queries, out_hidden_size]."""
-        patches = (self.gather(buffers) - self.mean) / self.std
-        x = self.patch_embed(patches.flatten(1).to(self.dtype)) + self.table.index_select(0, buffers["place"])
+        x = self.patch_embed(self.levels(buffers, self.dtype)) + self.table.index_select(0, buffers["place"])
         slices = Segments(buffers["cu_slices"], capacity.longest)
-        for block in self.blocks:
-            x = block(x, slices)
-        return self.resampler(self.norm(x), buffers["position"], slices, buffers["cu_queries"])
+        x, delta = through(self.blocks, x, slices)
+        return self.resampler(self.norm.after(x, delta)[1], buffers["position"], slices, buffers["cu_queries"])
 
     def gather_index(self, parts: Sequence[ItemPlan], lines: Mapping[str, int]) -> npt.NDArray[np.int32]:
         """See `base.Tower.gather_index`."""

@@ -20,12 +20,8 @@ from ..types import Capacity
 from .config import GridConfig, ModelError
 from .grid import GridPlanner
 from .grid_tower import Frame, GridTower
-from .layers import Linear, PatchEmbed, RMSNorm, Rope, Segments, SelfAttention
+from .layers import Linear, PatchEmbed, RMSNorm, Rope, Segments, SelfAttention, SwiGLU
 from .weights import TensorSource
-
-MLP_ALIGNMENT = 8
-"""The MLP is widened by zeros to a multiple of this, which changes no result: rows that do not begin at 16 bytes send
-cuBLAS to kernels three times slower, and the published width is 3420."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,27 +61,25 @@ class Block:
     norm1: RMSNorm
     attention: SelfAttention
     norm2: RMSNorm
-    gate: Linear
-    up: Linear
-    down: Linear
+    mlp: SwiGLU
 
     @classmethod
     def take(cls, source: TensorSource, name: str, config: Qwen25VLConfig, backend: AttentionBackend) -> Self:
         width, inner = config.hidden_size, config.intermediate_size
-        aligned = -(-inner // MLP_ALIGNMENT) * MLP_ALIGNMENT
         return cls(
             norm1=RMSNorm.take(source, f"{name}.norm1", width),
             attention=SelfAttention.take(source, f"{name}.attn", width, config.num_heads, backend),
             norm2=RMSNorm.take(source, f"{name}.norm2", width),
-            gate=Linear.take(source, f"{name}.mlp.gate_proj", width, inner).padded(outputs=aligned),
-            up=Linear.take(source, f"{name}.mlp.up_proj", width, inner).padded(outputs=aligned),
-            down=Linear.take(source, f"{name}.mlp.down_proj", inner, width).padded(inputs=aligned),
+            mlp=SwiGLU.take(source, f"{name}.mlp", width, inner, bias=True),
         )
 
-    def __call__(self, x: torch.Tensor, turns: torch.Tensor, segments: Segments) -> torch.Tensor:
-        x = x + self.attention(self.norm1(x), turns, segments)
-        y = self.norm2(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+    def __call__(
+        self, x: torch.Tensor, delta: torch.Tensor | None, turns: torch.Tensor, segments: Segments
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `layers.through`."""
+        x, y = self.norm1.after(x, delta)
+        x, y = self.norm2.after(x, self.attention(y, turns, segments))
+        return x, self.mlp(y)
 
 
 class Qwen25VLTower(GridTower):
@@ -137,9 +131,10 @@ class Qwen25VLTower(GridTower):
         window_rows = (self.window_side * self.planner.merge) ** 2
         frames = Segments(buffers["cu_frames"], capacity.longest)
         windows = Segments(buffers["cu_windows"], min(window_rows, capacity.longest))
+        delta = None
         for i, block in enumerate(self.blocks):
-            x = block(x, turns, frames if i in self.full_layers else windows)
-        merged = self.merger_norm(x).view(-1, self.merged_size)
+            x, delta = block(x, delta, turns, frames if i in self.full_layers else windows)
+        merged = self.merger_norm.after(x, delta)[1].view(-1, self.merged_size)
         return self.merger_fc2(F.gelu(self.merger_fc1(merged)))
 
 

@@ -12,12 +12,13 @@ from typing import ClassVar, Self
 import torch
 import torch.nn.functional as F
 
+from .. import kernels
 from ..attention.base import AttentionBackend
 from ..types import Capacity
 from .config import GridConfig
 from .grid import GridPlanner
 from .grid_tower import GridTower
-from .layers import LayerNorm, Linear, PatchEmbed, Rope, Segments, SelfAttention
+from .layers import LayerNorm, Linear, PatchEmbed, Rope, Segments, SelfAttention, through
 from .weights import TensorSource
 
 
@@ -68,14 +69,13 @@ class Block:
             fc2=Linear.take(source, f"{name}.mlp.fc2", inner, width),
         )
 
-    def __call__(self, x: torch.Tensor, turns: torch.Tensor, segments: Segments) -> torch.Tensor:
-        x = x + self.attention(self.norm1(x), turns, segments)
-        return x + self.fc2(quick_gelu(self.fc1(self.norm2(x))))
-
-
-def quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """The sigmoid approximation of GELU."""
-    return x * torch.sigmoid(1.702 * x)
+    def __call__(
+        self, x: torch.Tensor, delta: torch.Tensor | None, turns: torch.Tensor, segments: Segments
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `layers.through`."""
+        x, y = self.norm1.after(x, delta)
+        x, y = self.norm2.after(x, self.attention(y, turns, segments))
+        return x, self.fc2(kernels.quick_gelu(self.fc1(y)))
 
 
 class Qwen2VLTower(GridTower):
@@ -104,7 +104,6 @@ class Qwen2VLTower(GridTower):
         x = self.patch_embed(buffers)
         turns = self.rope.turns(buffers["position"])
         segments = Segments(buffers["cu_frames"], capacity.longest)
-        for block in self.blocks:
-            x = block(x, turns, segments)
-        merged = self.merger_norm(x).view(-1, self.merged_size)
+        x, delta = through(self.blocks, x, turns, segments)
+        merged = self.merger_norm.after(x, delta)[1].view(-1, self.merged_size)
         return self.merger_fc2(F.gelu(self.merger_fc1(merged)))

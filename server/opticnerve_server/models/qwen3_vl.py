@@ -104,9 +104,13 @@ class Block:
             fc2=Linear.take(source, f"{name}.mlp.linear_fc2", inner, width),
         )
 
-    def __call__(self, x: torch.Tensor, turns: torch.Tensor, segments: Segments) -> torch.Tensor:
-        x = x + self.attention(self.norm1(x), turns, segments)
-        return x + self.fc2(F.gelu(self.fc1(self.norm2(x)), approximate="tanh"))
+    def __call__(
+        self, x: torch.Tensor, delta: torch.Tensor | None, turns: torch.Tensor, segments: Segments
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `layers.through`."""
+        x, y = self.norm1.after(x, delta)
+        x, y = self.norm2.after(x, self.attention(y, turns, segments))
+        return x, self.fc2(self.fc1.gelu(y))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +177,13 @@ class Qwen3VLTower(GridTower):
         x = x + position.to(x.dtype)
         turns = self.rope.turns(buffers["position"])
         segments = Segments(buffers["cu_frames"], capacity.longest)
-        levels = []
+        levels, delta = [], None
         for i, block in enumerate(self.blocks):
-            x = block(x, turns, segments)
+            x, delta = block(x, delta, turns, segments)
             if i in self.deepstack:
+                x, delta = x + delta, None
                 levels.append(self.deepstack[i](x))
-        return torch.cat([self.merger(x), *levels], dim=-1)
+        return torch.cat([self.merger(x if delta is None else x + delta), *levels], dim=-1)
 
 
 class Qwen35Tower(Qwen3VLTower):

@@ -180,12 +180,15 @@ def build_tower(
     device: str | torch.device,
     dtype: str,
     attention_backend: str,
+    kernels: str,
 ) -> LoadedTower:
-    """Load the weights onto `device` and build the tower; `device`, `dtype` and `attention_backend` may be "auto".
+    """Load the weights onto `device` and build the tower; every setting may be "auto".
 
-    Raises ModelError for wrong weights, attention.AttentionError for a backend that cannot run there.
+    Raises ModelError for wrong weights, attention.AttentionError for a backend, kernels.KernelsError for kernels that
+    cannot run there.
     """
     from .. import attention
+    from .. import kernels as between
     from .weights import open_tensors
 
     cls = tower_class(source.architecture, projector=source.projector)
@@ -193,9 +196,15 @@ def build_tower(
     placed, device_reason = _choose_device(device)
     chosen, dtype_reason = _choose_dtype(dtype, placed)
     backend, backend_reason = attention.resolve(attention_backend, placed, chosen, config.head_dim)
+    kernels_reason = between.choose(kernels, placed)
+    if placed.type == "cuda":
+        import torch
+
+        torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]  # TF32 by default, unlike matrix products: off by 1e-4
     tensors = open_tensors(source.directory, cls.prefixes, load_format=load_format, device=placed, dtype=chosen)
     tower: Tower = cls(config, planner, tensors, backend)
     reasons = {"device": device_reason, "dtype": dtype_reason, "attention_backend": backend_reason}
+    reasons["kernels"] = f"{between.chosen()}: {kernels_reason}"
     digest = tensors.finish()
     return LoadedTower(tower, digest, backend.name, backend.launches_by_segments, reasons, tensors.count)
 

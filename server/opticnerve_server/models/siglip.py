@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from ..attention.base import AttentionBackend
 from .layers import LayerNorm, Linear, Segments
@@ -26,8 +25,12 @@ class Block:
         self.fc1 = Linear.take(source, f"{name}.mlp.fc1", width, config.intermediate_size)
         self.fc2 = Linear.take(source, f"{name}.mlp.fc2", config.intermediate_size, width)
 
-    def __call__(self, x: torch.Tensor, segments: Segments) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, delta: torch.Tensor | None, segments: Segments
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `layers.through`."""
         rows, (cu, longest) = x.shape[0], (segments.cu, segments.longest)
-        q, k, v = self.qkv(self.norm1(x)).view(rows, 3, self.heads, -1).unbind(1)
-        x = x + self.out(self.backend.attend(q, k, v, cu, cu, longest, longest, rows).flatten(1))
-        return x + self.fc2(F.gelu(self.fc1(self.norm2(x)), approximate="tanh"))
+        x, y = self.norm1.after(x, delta)
+        q, k, v = self.qkv(y).view(rows, 3, self.heads, -1).unbind(1)
+        x, y = self.norm2.after(x, self.out(self.backend.attend(q, k, v, cu, cu, longest, longest, rows).flatten(1)))
+        return x, self.fc2(self.fc1.gelu(y))

@@ -16,12 +16,13 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from .. import kernels
 from ..attention.base import AttentionBackend
 from ..types import Capacity, ItemPlan, Layout
 from .base import PIXELS, BufferSpec
 from .config import GridConfig, ModelError, read_grid_config
-from .dense import attend, quick_gelu, resized_square
-from .layers import LayerNorm, Linear, Rope, rotate
+from .dense import attend, resized_square
+from .layers import LayerNorm, Linear, Rope
 from .presets import PROCESSORS
 from .processor import CLIP_MEAN, CLIP_STD, ProcessorError, read_channels
 from .two_path import GLOBAL, LOCAL, Views
@@ -186,9 +187,9 @@ class PerceptionBlock:
 
     def __call__(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
         qkv = self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1))
-        turned = torch.cat([rotate(qkv[:, :, :2], turns), qkv[:, :, 2:]], dim=2)
-        x = x + self.scale1 * self.out(attend(turned))
-        return x + self.scale2 * self.fc2(quick_gelu(self.fc1(self.norm2(x))))
+        kernels.rotate_(qkv.flatten(0, 1), turns)  # the same in every view
+        x, y = self.norm2.after(x, self.out(attend(qkv)), self.scale1)
+        return torch.addcmul(x, self.scale2, self.fc2(kernels.quick_gelu(self.fc1(y))))
 
 
 class PerceptionTower(Step3Base):
@@ -279,7 +280,7 @@ class Step3Block:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.norm1(self.out(attend(self.qkv(x).unflatten(2, (3, self.heads, -1)))))
-        return x + self.norm2(self.fc2(quick_gelu(self.fc1(x))))
+        return x + self.norm2(self.fc2(kernels.quick_gelu(self.fc1(x))))
 
 
 class Step3Tower(Step3Base):

@@ -1,0 +1,244 @@
+"""The kernels in Triton. Contracts are in `__init__.py`, the arithmetic they follow is that of `plain.py`.
+
+Sizes of a model are compile-time constants, so a tower compiles each kernel once or twice; numbers of rows are not, so
+no batch compiles anything. Every sum of one row is made by one program: a row does not depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+_ELEMENTS = 1024
+"""Numbers that one program of an elementwise kernel takes."""
+
+
+def _counted(numbers: int) -> int:
+    if numbers >= 1 << 31:  # kernels count in int32, whose division is fast
+        raise ValueError(f"{numbers} numbers in one launch, kernels count up to {1 << 31}: run smaller batches")
+    return numbers
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _norm(  # type: ignore[no-untyped-def]
+    x, delta, scale, weight, bias, summed, out, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_SCALE: tl.constexpr, RMS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * WIDTH
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    dtype = out.dtype.element_ty
+    values = tl.load(x + row + column, inside, 0).to(tl.float32)
+    if HAS_DELTA:
+        change = tl.load(delta + row + column, inside, 0).to(tl.float32)
+        if HAS_SCALE:
+            change = (change * tl.load(scale + column, inside, 0).to(tl.float32)).to(dtype).to(tl.float32)
+        rounded = (values + change).to(dtype)
+        tl.store(summed + row + column, rounded, inside)
+        values = rounded.to(tl.float32)
+    gain = tl.load(weight + column, inside, 0).to(tl.float32)
+    if RMS:
+        normal = values * tl.rsqrt(tl.sum(values * values) / WIDTH + eps)
+        result = normal.to(dtype).to(tl.float32) * gain
+    else:
+        centred = tl.where(inside, values - tl.sum(values) / WIDTH, 0)
+        normal = centred * tl.rsqrt(tl.sum(centred * centred) / WIDTH + eps)
+        result = normal * gain + tl.load(bias + column, inside, 0).to(tl.float32)
+    tl.store(out + row + column, result.to(dtype), inside)
+
+
+def _add_norm(
+    x: torch.Tensor,
+    delta: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    width = x.shape[-1]
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    summed = x if delta is None else torch.empty_like(x)
+    block = triton.next_power_of_2(width)
+    _norm[(x.numel() // width,)](
+        x,
+        x if delta is None else delta.contiguous(),
+        x if scale is None else scale,
+        weight,
+        weight if bias is None else bias,
+        summed,
+        out,
+        eps,
+        WIDTH=width,
+        BLOCK=block,
+        HAS_DELTA=delta is not None,
+        HAS_SCALE=scale is not None,
+        RMS=bias is None,
+        num_warps=4 if block <= 2048 else 8,
+    )
+    return summed, out
+
+
+def add_layer_norm(
+    x: torch.Tensor,
+    delta: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _add_norm(x, delta, scale, weight, bias, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, delta: torch.Tensor | None, scale: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _add_norm(x, delta, scale, weight, None, eps)
+
+
+@triton.jit(do_not_specialize=["repeat"])  # type: ignore[untyped-decorator]
+def _rotate(  # type: ignore[no-untyped-def]
+    qkv, turns, repeat, STRIDE: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One program turns BLOCK pairs of a row, which has PAIRS, HALF of them a head."""
+    row = tl.program_id(0)
+    numbers = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
+    inside = numbers < 2 * PAIRS
+    address = qkv + row.to(tl.int64) * STRIDE + numbers
+    turn = turns + (row % repeat) * 2 * HALF + numbers % (2 * HALF)
+    a, b = tl.split(tl.reshape(tl.load(address, inside, 0).to(tl.float32), (BLOCK, 2)))
+    cosine, sine = tl.split(tl.reshape(tl.load(turn, inside, 0), (BLOCK, 2)))
+    turned = tl.reshape(tl.join(a * cosine - b * sine, a * sine + b * cosine), (2 * BLOCK,))
+    tl.store(address, turned.to(qkv.dtype.element_ty), inside)
+
+
+def rotate_(qkv: torch.Tensor, turns: torch.Tensor) -> None:
+    rows, _, heads, head_dim = qkv.shape
+    pairs, block = heads * head_dim, 256
+    _rotate[(rows, triton.cdiv(pairs, block))](
+        qkv,
+        torch.view_as_real(turns),
+        turns.shape[0],
+        STRIDE=qkv.stride(0),
+        PAIRS=pairs,
+        HALF=head_dim // 2,
+        BLOCK=block,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gated(gate_up, out, INNER: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < INNER
+    address = gate_up + row * (2 * INNER) + column
+    gate = tl.load(address, inside, 0).to(tl.float32)
+    up = tl.load(address + INNER, inside, 0).to(tl.float32)
+    dtype = out.dtype.element_ty
+    silu = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
+    tl.store(out + row * INNER + column, (silu * up).to(dtype), inside)
+
+
+def gated(gate_up: torch.Tensor, inner: int) -> torch.Tensor:
+    out = gate_up.new_empty(gate_up.shape[0], inner)
+    _gated[(out.shape[0], triton.cdiv(inner, _ELEMENTS))](gate_up, out, INNER=inner, BLOCK=_ELEMENTS)
+    return out
+
+
+@triton.jit(do_not_specialize=["total"])  # type: ignore[untyped-decorator]
+def _quick_gelu(x, out, total, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = number < total
+    value = tl.load(x + number, inside, 0).to(tl.float32)
+    tl.store(out + number, (value * tl.sigmoid(1.702 * value)).to(out.dtype.element_ty), inside)
+
+
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    x = x.contiguous()
+    out, total = torch.empty_like(x), _counted(x.numel())
+    _quick_gelu[(triton.cdiv(total, _ELEMENTS),)](x, out, total, BLOCK=_ELEMENTS)
+    return out
+
+
+def gelu_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    # cuBLASLt's epilogue is the tanh formula. torch has no public name for it.
+    activated: Any = torch._addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=True)
+    return activated.view(*x.shape[:-1], -1)  # type: ignore[no-any-return]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _patches(  # type: ignore[no-untyped-def]
+    pixels, origin, stride, mean, std, out,
+    PATCH: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program makes one frame of one patch: PATCH lines of LINE bytes each."""
+    place = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    first = tl.load(origin + place).to(tl.int64)
+    step = tl.load(stride + tl.program_id(0)).to(tl.int64)
+    line, byte = tl.arange(0, LINES)[:, None], tl.arange(0, BLOCK)[None, :]
+    inside = (line < PATCH) & (byte < LINE)
+    level = tl.load(pixels + (first + step * line) * LINE + byte, inside, 0).to(tl.float32)
+    channel = byte % 3
+    # Division rounded to nearest, as torch's: the default one may be off in the last bit.
+    value = tl.div_rn(level - tl.load(mean + channel), tl.load(std + channel) + level * 0)
+    tl.store(out + place * (PATCH * LINE) + line * LINE + byte, value.to(out.dtype.element_ty), inside)
+
+
+def patches(
+    pixels: torch.Tensor,
+    origin: torch.Tensor,
+    stride: torch.Tensor,
+    patch: int,
+    mean: torch.Tensor,
+    std: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    rows, frames = origin.shape
+    line = 3 * patch
+    out = torch.empty(rows, frames * patch * line, dtype=dtype, device=pixels.device)
+    _patches[(rows, frames)](
+        pixels,
+        origin,
+        stride,
+        mean,
+        std,
+        out,
+        PATCH=patch,
+        LINES=triton.next_power_of_2(patch),
+        LINE=line,
+        BLOCK=triton.next_power_of_2(line),
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["last", "rows"])  # type: ignore[untyped-decorator]
+def _clear_tail(x, cu, last, rows, STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, HEAD: tl.constexpr,  # type: ignore[no-untyped-def]
+                WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """One program looks after ROWS rows, and has nothing to do before the last offset."""
+    end = tl.load(cu + last)
+    first = tl.program_id(0) * ROWS
+    column = tl.arange(0, BLOCK)
+    place = column // HEAD * HEAD_STRIDE + column % HEAD
+    for row in range(tl.maximum(first, end), tl.minimum(first + ROWS, rows)):
+        address = x + tl.cast(row, tl.int64) * STRIDE + place
+        tl.store(address, tl.zeros((BLOCK,), x.dtype.element_ty), column < WIDTH)
+
+
+def clear_tail_(rows: torch.Tensor, cu: torch.Tensor) -> None:
+    count, heads, head_dim = rows.shape
+    width, each = heads * head_dim, 16
+    _clear_tail[(triton.cdiv(count, each),)](
+        rows,
+        cu,
+        len(cu) - 1,
+        count,
+        STRIDE=rows.stride(0),
+        HEAD_STRIDE=rows.stride(1),
+        HEAD=head_dim,
+        WIDTH=width,
+        BLOCK=triton.next_power_of_2(width),
+        ROWS=each,
+    )
