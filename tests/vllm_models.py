@@ -108,7 +108,10 @@ def _save_processor(architecture: str, directory: Path) -> None:
     }
     kind = "Qwen3VL" if three else "Qwen2VL"
     videos = {key: value for key, value in images.items() if key != "image_processor_type"}
-    videos["video_processor_type"] = f"{kind}VideoProcessor"
+    videos |= {
+        "video_processor_type": f"{kind}VideoProcessor",
+        "size": {"shortest_edge": 4 * side**2, "longest_edge": 4096 * side**2},
+    }
     processor = "Qwen3VLProcessor" if three else "Qwen2_5_VLProcessor"
     for name, settings in (("preprocessor_config", images), ("video_preprocessor_config", videos)):
         text = json.dumps({**settings, "processor_class": processor}, indent=1)

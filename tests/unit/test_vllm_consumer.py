@@ -111,6 +111,19 @@ def test_a_second_request_fetches_nothing() -> None:
     assert len(house.store.fetches) == 1
 
 
+def test_an_item_that_two_requests_load_in_one_step_is_confirmed_once() -> None:
+    house = House(items=1)
+    both = [request(feature(1), name=name) for name in "ab"]
+    house.step(*both)
+    house.store.arrive(1)
+    assert len(house.step(*both)[1]) == 1
+    house.consumer.loaded([uuid(1)])
+    for name in "ab":
+        house.consumer.finished(name)
+    house.step(request(feature(2), name="c"))
+    assert [index for index, *_ in house.store.fetches] == [1, 2]
+
+
 def test_items_that_the_decoder_has_passed_are_not_fetched() -> None:
     house = House()
     asking = request(feature(1), feature(2, offset=ROWS))
@@ -310,18 +323,20 @@ def test_more_than_the_cache_is_refused() -> None:
 
 
 def test_no_pass_takes_a_millisecond() -> None:
-    """250 requests wait, of 4 items each. Of one call in a hundred another process may have taken the core."""
+    """250 requests wait, of 4 items each. Others may have the core, so the median is timed, and work besides."""
     house = House(items=1000)
     names = [[Reference.of(bytes([n] * 31 + [k]), "f", "bfloat16").uuid for k in range(4)] for n in range(250)]
     requests = [
         request(*(feature(name, offset=k * ROWS) for k, name in enumerate(four)), name=str(n))
         for n, four in enumerate(names)
     ]
-    seconds = []
+    walls, works = [], []
     for _ in range(5):
         for one in requests:
-            began = time.perf_counter()
+            wall, work = time.perf_counter(), time.thread_time()
             assert house.consumer.ensure(one, 0) is False
-            seconds.append(time.perf_counter() - began)
+            walls.append(time.perf_counter() - wall)
+            works.append(time.thread_time() - work)
     assert len(house.store.fetches) == 1000
-    assert sorted(seconds)[len(seconds) * 99 // 100] < 1e-3
+    assert sorted(walls)[len(walls) // 2] < 1e-3
+    assert sorted(works)[len(works) * 99 // 100] < 1e-3
