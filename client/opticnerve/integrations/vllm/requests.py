@@ -87,13 +87,12 @@ class Encoder:
         fields = {f"{modality}_embeds": _to_base64(embedding.torch()), **self._metadata(embedding.plan)}
         return self._part(modality, fields, Reference.of(embedding.digest, self.fingerprint, dtype, sampled))
 
-    def by_reference(self, held: Held | Embedding, sampled: Sampled = None, dtype: DtypeName = "bfloat16") -> Part:
-        """The content part without rows: grid and uuid. `dtype` is that of the rows that the server keeps.
+    def by_reference(self, held: Held, sampled: Sampled = None, dtype: DtypeName = "bfloat16") -> Part:
+        """The content part without rows: grid and uuid. `dtype` is what `hold` was called with.
 
         Raises RowsError for what would not fit the model.
         """
-        levels = held.deepstack_levels if isinstance(held, Held) else len(held.deepstack)
-        self._check_plan(held.plan, held.hidden, levels)
+        self._check_plan(held.plan, held.hidden, held.deepstack_levels)
         return self._part(
             modality_of(held.plan),
             self._metadata(held.plan),
