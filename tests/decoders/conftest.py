@@ -59,7 +59,8 @@ def alone(pair: Pair, vllm_python: Path, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="session")
 def vllm(pair: Pair, alone: Alone, vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeVllm]:
-    """One that fetches from the service, with room for the rows of two prompts or three. It starts after `alone`."""
-    flags = connector_flags(pair.service.address, networks=["127.0.0.0/8"], timeout_s=5, cache_bytes=400_000)
+    """One that fetches from the service, with room for the largest prompt and not for all. It starts after `alone`."""
+    room = 130 * pair.encoder.width * 4
+    flags = connector_flags(pair.service.address, networks=["127.0.0.0/8"], timeout_s=60, cache_bytes=room)
     with whole_vllm(vllm_python, pair.model, tmp_path_factory.mktemp("vllm") / "log", *flags) as server:
         yield server

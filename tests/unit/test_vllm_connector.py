@@ -106,6 +106,7 @@ async def test_two_ranks_load_what_was_fetched_once(module: Any) -> None:
     async with serving(service) as address:
         scheduler = module.OpticnerveECConnector(config(address), Role.SCHEDULER)
         ranks = [module.OpticnerveECConnector(config(address), Role.WORKER) for _ in range(2)]
+        caches = []
         for asking in (request("a"), request("b")):
             assert await wait(scheduler, asking)
             assert scheduler.has_cache_item(UUID)
@@ -117,11 +118,14 @@ async def test_two_ranks_load_what_was_fetched_once(module: Any) -> None:
                 rank.start_load_caches(cache)
                 assert cache[UUID].dtype == torch.bfloat16
                 assert torch.equal(cache[UUID].float(), torch.from_numpy(ARRAY.astype(np.float32)))
+                caches.append(cache[UUID])
                 assert rank.get_finished(set()) == (None, {UUID})
                 assert rank.get_finished(set()) == (None, None)
             scheduler.update_connector_output(SimpleNamespace(finished_recving={UUID}))
             assert scheduler.build_connector_meta(None).loads == {}
             assert scheduler.request_finished(asking) == (False, None)
+        scheduler._fetcher._memory.free(0, ARRAY.nbytes)
+        assert all(torch.equal(one.float(), torch.from_numpy(ARRAY.astype(np.float32))) for one in caches)
         scheduler.shutdown()
     assert len(service.encode_requests) == 1
 

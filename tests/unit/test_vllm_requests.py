@@ -99,6 +99,8 @@ def wrong_rows() -> dict[str, Embedding]:
         "nan": replace(whole, array=nan),
         "infinite": replace(whole, array=infinite),
         "float16 nan": replace(whole, array=nan.astype(np.float16)),
+        "float16 infinite": replace(whole, array=infinite.astype(np.float16)),
+        "a level cut short": replace(whole, array=whole.array[:, :10].copy()),
         "float32 infinite": replace(whole, array=infinite.astype(np.float32)),
         "tokens of another grid": replace(whole, plan=plan(Grid(1, 4, 6), tokens=5)),
         "nothing": replace(whole, plan=plan(Grid(0, 4, 6)), array=whole.array[:0]),
