@@ -35,7 +35,7 @@ class FakeDevice:
         self.log = open(os.environ["FAKE_LOG"], "a", buffering=1)  # noqa: SIM115 - for life
 
     def live(self) -> None:
-        path = PathState("default", [BATCH.units], 1, 0, 0.0, 4, [BATCH])
+        path = PathState("default", [BATCH.units], 1, 0, 0.0, 4, 1, [BATCH])
         self.control.send(
             messages.encode(EngineReady("fake", "float32", "cpu", "none", [path], {}, "tiny", "qwen3_vl"))
         )

@@ -36,7 +36,8 @@ class QueuedPart:
     def work(self) -> Work:
         """What the engine is told."""
         item = self.item
-        return Work(self.number, self.plan, item.slot.pixels + self.pixels, item.slot.rows, self.first_row, item.dtype)
+        pixels = item.slot.pixels + self.pixels
+        return Work(self.number, self.plan, pixels, item.slot.rows, self.first_row, item.dtype, item.trace)
 
 
 @dataclass(slots=True, eq=False)

@@ -22,7 +22,7 @@ from collections.abc import Callable
 import torch
 from msgspec.structs import replace
 
-from . import __version__, metrics
+from . import __version__, metrics, tracing
 from .config import Config
 from .dispatcher import Dispatcher, Finished
 from .graphs import GraphsFailed
@@ -47,6 +47,7 @@ from .messages import (
     encode,
 )
 from .parts import Failure, Intake, Part
+from .processes import settle
 from .runner import DeviceBroken, Runner, device_is_broken
 from .selftest import self_test
 from .sentinel import Sentinel, SentinelFailed
@@ -109,6 +110,7 @@ class Engine:
         ready = self._ready(loaded)
         self._publish(loaded, ready)
         dispatcher, runner = self._parts(loaded)
+        settle()
         self._tell_supervisor(ready)
         self._serve(dispatcher, runner)
 
@@ -137,6 +139,7 @@ class Engine:
                     state.memory_bytes,
                     state.capture_s,
                     tower.planner.paths[name].rows_per_unit,
+                    tower.planner.paths[name].tokens_per_unit,
                     state.capacities or loaded.capacities[name],
                 )
                 for name, state in loaded.graphs.paths.items()
@@ -155,9 +158,11 @@ class Engine:
         limit = self.config.graph_memory_bytes
         estimate = loaded.estimate(limit)
         log.info("graph memory estimated", extra={"mib": estimate >> 20, "limit_bytes": limit})
-        started = time.perf_counter()
+        started = last = time.perf_counter()
 
         def progress(path: str, capacity: Capacity, done: int, total: int) -> None:
+            nonlocal last
+            since, last = last, time.perf_counter()
             log.info(
                 "graph captured",
                 extra={
@@ -166,7 +171,8 @@ class Engine:
                     "segments": capacity.segments,
                     "longest": capacity.longest,
                     "done": f"{done}/{total}",
-                    "s": round(time.perf_counter() - started, 2),
+                    "ms": round(1000 * (last - since), 1),
+                    "reserved_mib": torch.cuda.memory_reserved() >> 20,
                 },
             )
             self._tell_supervisor(PhaseChange(Phase.CAPTURING, f"{done} of {total} graphs"))
@@ -248,6 +254,7 @@ class Engine:
             done.append(PartDone(part.work.number, [replace(run, device=self._device) for run in runs]))
         self._tell(Done(done, finished.taken_at, finished.execute_s, finished.copy_s))
         self.counts.add(finished)
+        tracing.batch(finished)
         self._batch_tokens.observe(max(run.load.units * self._tokens_per_unit[run.path] for run in finished.runs))
 
     def _fail(self, part: Part, failure: Failure) -> None:
@@ -314,8 +321,10 @@ def _thread(target: Callable[[], None], name: str) -> threading.Thread:
         try:
             target()
         except BaseException:
-            log.exception("thread died", extra={"thread": name})
-            os._exit(EXIT_GPU_FAULT if device_is_broken() else EXIT_RUNTIME)
+            try:
+                log.exception("thread died", extra={"died": name})
+            finally:
+                os._exit(EXIT_GPU_FAULT if device_is_broken() else EXIT_RUNTIME)
 
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()

@@ -73,6 +73,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     plan: ItemPlan
     dtype: str  # of the rows: "bfloat16", "float16" or "float32"
     parts: list[ItemPlan] = []  # of an item that no graph holds, in order; empty: it is run as it is
+    trace: str = ""  # the span of its call (`tracing.current`)
 
 
 class Release(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -149,6 +150,14 @@ class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
     retry_after: float | None
 
 
+class TooLate(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The call would not be done by its deadline."""
+
+    call: int
+    needed_s: float
+    left_s: float
+
+
 class Rows(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Rows of an item are in its slot: all of them, or those of one of its parts, which follow in order."""
 
@@ -191,6 +200,7 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
     rows: int  # where the rows of its item begin in the arena
     first_row: int  # of these, its own
     dtype: str
+    trace: str = ""  # as in Submit
 
 
 class Land(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -288,6 +298,7 @@ class PathState(msgspec.Struct, frozen=True, array_like=True):
     graph_memory_bytes: int
     capture_s: float
     rows_per_unit: int = 1
+    tokens_per_unit: int = 1
     capacities: list[Capacity] = []  # that bound a batch, ascending: the captured ones, or those planned without graphs
 
 
@@ -347,7 +358,7 @@ class Occupancy(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 ToScheduler = Reserve | Submit | Release | EndLeases
 OfItem = TakeOver | Found | Rows | Failed
-ToFrontend = Granted | Refused | LeasesEnded | OfItem
+ToFrontend = Granted | Refused | TooLate | LeasesEnded | OfItem
 ToChild = Attach | AttachEngine | EngineEnded | PhaseChange | EngineReady | Occupancy | Devices | Stop
 OfEngine = Computed | Done | PartFailed | EngineWorks
 Message = ToScheduler | ToFrontend | Land | Run | OfEngine | ToChild | FrontendReady | FrontendAlive

@@ -119,6 +119,7 @@ class Scheduler:
                 send = partial(self._peers.send, Peer(Kind.ENGINE, device))
                 self.batcher.engines[device] = Engine(device, {path.name: path for path in ready.paths}, send)
                 self._busy[device] = 0.0
+                self._tell_ledger()
             case EngineEnded(device=device):
                 self._lose_engine(device)
             case Stop():
@@ -133,10 +134,21 @@ class Scheduler:
         engine = self.batcher.engines[device]
         given = len(engine.running) + len(engine.open)
         failed = self.batcher.lose(device)
+        self._tell_ledger()
         for part in failed:
             self._fail(part, *LOST)
         extra = {"device": device, "retried": given - len(failed), "failed": len(failed)}
         log.log(logging.WARNING if given else logging.INFO, "engine is gone", extra=extra)
+
+    def _tell_ledger(self) -> None:
+        """Tell what the full batches of all engines are made of together."""
+        engines = self.batcher.engines.values()
+        if not engines:
+            return
+        paths = [path for path in next(iter(engines)).paths.values() if path.capacities]
+        tokens = sum(path.tokens_per_unit * max(c.units for c in path.capacities) for path in paths)
+        items = max((c.items for path in paths for c in path.capacities), default=1)
+        self.ledger.batches_hold(tokens=len(engines) * tokens, items=len(engines) * items)
 
     # --- front-ends
 
@@ -196,6 +208,7 @@ class Scheduler:
                 copy_s=message.copy_s,
             )
             self._tell(self.ledger.from_device(part.item, progress))
+        self.ledger.computed(message.execute_s)
         self._busy[device] += message.execute_s
         metrics.DEVICE_BUSY_SECONDS.labels(str(device)).inc(message.execute_s)
 

@@ -25,9 +25,7 @@ from opticnerve_server.messages import (
 from opticnerve_server.types import Capacity, ItemPlan, PathPlan
 
 UNITS = 4096
-PATHS = {
-    "main": PathState("main", [UNITS], 1, 0, 0.0, rows_per_unit=4, capacities=[Capacity(UNITS, 64, 64, 4 * UNITS)])
-}
+PATHS = {"main": PathState("main", [UNITS], 1, 0, 0.0, 4, 1, [Capacity(UNITS, 64, 64, 4 * UNITS)])}
 SMALL, LARGE = 64, 1024  # units: a quarter of the floor, and four times the floor
 
 

@@ -27,7 +27,7 @@ from ..types import Capacity, ItemPlan, PathPlan
 
 FIXED_S, ROW_S, NOISE = 1.2e-3, 2.4e-6, 0.1
 ROWS_PER_UNIT, BUDGET = 4, 5120
-PATHS = {"tower": PathState("tower", [BUDGET], 1, 0, 0.0, ROWS_PER_UNIT, [Capacity(BUDGET, 64, 64, 4 * BUDGET)])}
+PATHS = {"tower": PathState("tower", [BUDGET], 1, 0, 0.0, ROWS_PER_UNIT, 1, [Capacity(BUDGET, 64, 64, 4 * BUDGET)])}
 SIDES, WEIGHTS = (224, 336, 448, 672, 896, 1344), (30, 30, 15, 12, 8, 5)
 """Sides of square images and how often each comes: many small ones, few large ones that are half of the work."""
 INSIDE = 64

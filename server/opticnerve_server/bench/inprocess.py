@@ -31,8 +31,8 @@ from ..types import ROW_BYTES, Capacity, ItemPlan
 def path_states(planner: Planner, capacities: Mapping[str, Sequence[Capacity]]) -> dict[str, PathState]:
     """What an engine would say of its paths."""
     return {
-        path: PathState(path, [], 0, 0, 0.0, planner.paths[path].rows_per_unit, list(bounds))
-        for path, bounds in capacities.items()
+        name: PathState(name, [], 0, 0, 0.0, path.rows_per_unit, path.tokens_per_unit, list(capacities[name]))
+        for name, path in planner.paths.items()
     }
 
 

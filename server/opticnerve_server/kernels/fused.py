@@ -152,7 +152,7 @@ def gated(gate_up: torch.Tensor, inner: int) -> torch.Tensor:
 
 @triton.jit(do_not_specialize=["total"])  # type: ignore[untyped-decorator]
 def _quick_gelu(x, out, total, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = number < total
     value = tl.load(x + number, inside, 0).to(tl.float32)
     tl.store(out + number, (value * tl.sigmoid(1.702 * value)).to(out.dtype.element_ty), inside)
@@ -160,7 +160,7 @@ def _quick_gelu(x, out, total, BLOCK: tl.constexpr):  # type: ignore[no-untyped-
 
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
     x = x.contiguous()
-    out, total = torch.empty_like(x), _counted(x.numel())
+    out, total = torch.empty_like(x), x.numel()
     _quick_gelu[(triton.cdiv(total, _ELEMENTS),)](x, out, total, BLOCK=_ELEMENTS)
     return out
 
