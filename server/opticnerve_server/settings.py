@@ -241,7 +241,7 @@ def integer(low: int, high: int | None = None) -> Parser[int]:
     return Parser(parse, {"type": "integer", **bounds})
 
 
-def or_word(word: str, meaning: Any, parse: Parser[Any]) -> Parser[Any]:
+def or_word(word: str, meaning: Any, parse: Callable[[str], Any]) -> Parser[Any]:
     """What `parse` reads, or a word that stands for `meaning`."""
 
     def parse_or_word(text: str) -> Any:
@@ -252,7 +252,8 @@ def or_word(word: str, meaning: Any, parse: Parser[Any]) -> Parser[Any]:
         except ValueError as error:
             raise ValueError(f"{error}, or {word}") from None
 
-    alternatives = parse.schema.get("anyOf", [parse.schema])
+    schema = json_schema(parse)
+    alternatives = schema.get("anyOf", [schema])
     assert isinstance(alternatives, list)
     return Parser(parse_or_word, {"anyOf": [*alternatives, {"const": word}]})
 
