@@ -1,8 +1,8 @@
 """The shared memory that items pass through: pixels in, rows out.
 
 One anonymous memory file (memfd) is mapped by every engine, which also registers it with CUDA, and by every front-end.
-It has no name in any file system, so nothing can be left behind however a process dies. Only the scheduler allocates, in
-memory that it does not map.
+It has no name in any file system, so nothing can be left behind however a process dies. Only the scheduler allocates,
+in memory that it does not map.
 """
 
 from __future__ import annotations
