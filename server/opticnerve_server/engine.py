@@ -32,6 +32,7 @@ from .loading import Loaded, load
 from .media import CONTRACT
 from .messages import EndLeases, EngineReady, Message, PathState, PhaseChange, Release, Reserve, Stop, Submit
 from .peers import Peers
+from .processes import settle
 from .runner import DeviceBroken, Runner, device_is_broken
 from .selftest import self_test
 from .sentinel import Sentinel, SentinelFailed
@@ -96,6 +97,7 @@ class Engine:
         ready = self._ready(loaded)
         self._publish(loaded, ready)
         dispatcher = self._dispatcher(loaded)
+        settle()
         self.peers.tell_supervisor(ready)
         self._serve(dispatcher)
 
@@ -190,6 +192,11 @@ class Engine:
         )
         bounds = {path: graphs.paths[path].capacities or planned for path, planned in loaded.capacities.items()}
         self.batcher = Batcher(self.ledger, tower.planner, bounds)
+        largest = {path: max(capacities, key=lambda c: c.units) for path, capacities in bounds.items() if capacities}
+        self.ledger.batches_hold(
+            tokens=sum(largest[path].units * self._tokens_per_unit[path] for path in largest),
+            items=max(capacity.items for capacity in largest.values()),
+        )
         dispatcher = Dispatcher(
             tower,
             graphs,
@@ -246,6 +253,7 @@ class Engine:
             )
             with self._telling:
                 self._tell(self.ledger.from_device(part.item, progress))
+        self.ledger.computed(finished.execute_s)
         self.counts.add(finished)
         tracing.batch(finished)
         self._batch_tokens.observe(max(run.load.units * self._tokens_per_unit[run.path] for run in finished.runs))

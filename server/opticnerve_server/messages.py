@@ -145,6 +145,14 @@ class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
     retry_after: float | None
 
 
+class TooLate(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The call would not be done by its deadline."""
+
+    call: int
+    needed_s: float
+    left_s: float
+
+
 class Rows(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Rows of an item are in its slot: all of them, or those of one of its parts, which follow in order."""
 
@@ -250,7 +258,7 @@ class Occupancy(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 ToEngine = Reserve | Submit | Release | EndLeases
 OfItem = TakeOver | Found | Rows | Failed
-ToFrontend = Granted | Refused | LeasesEnded | OfItem
+ToFrontend = Granted | Refused | TooLate | LeasesEnded | OfItem
 ToChild = Attach | PhaseChange | EngineReady | Occupancy | Stop
 Message = ToEngine | ToFrontend | ToChild | FrontendReady | FrontendAlive
 

@@ -56,6 +56,10 @@ SETTINGS = {
     "startup_timeout": ("--startup-timeout", "OPTICNERVE_STARTUP_TIMEOUT"),
     "drain_delay": ("--drain-delay", "OPTICNERVE_DRAIN_DELAY"),
     "grace": ("--grace", "OPTICNERVE_GRACE"),
+    "sglang_listen": ("--sglang-listen", "OPTICNERVE_SGLANG_LISTEN"),
+    "sglang_grpc_listen": ("--sglang-grpc-listen", "OPTICNERVE_SGLANG_GRPC_LISTEN"),
+    "sglang_version": ("--sglang-version", "OPTICNERVE_SGLANG_VERSION"),
+    "sglang_receivers": ("--sglang-receivers", "OPTICNERVE_SGLANG_RECEIVERS"),
 }
 """By file key."""
 

@@ -13,11 +13,14 @@ from PIL import Image
 
 import opticnerve
 from opticnerve.errors import NotCachedError, StoreFullError
+from opticnerve_server.bench import hits
 from oracles import save_model
 from running_server import RunningServer, running
 
 CAT = Path(__file__).parents[2] / "deploy" / "demo" / "cat.png"
 STORE_BYTES = 1 << 20
+WIDTH = 384
+"""Numbers of a row."""
 
 
 @pytest.fixture(scope="module")
@@ -125,3 +128,14 @@ def test_a_working_set_larger_than_the_store_goes_on(client: opticnerve.Client, 
         assert len(embeddings) == 16
     assert server.total("opticnerve_store_evictions_total") > evicted
     assert server.total("opticnerve_store_bytes") <= STORE_BYTES
+
+
+def test_the_bench_measures_hits_beside_misses(server: RunningServer) -> None:
+    before = server.total("opticnerve_dispatched_items_total")
+    seconds, row_bytes = hits.measure(server.address, [hits.jpeg(160, 224, seed) for seed in (1, 2)])
+    assert server.total("opticnerve_dispatched_items_total") == before + 3, "one image to connect, two misses"
+    assert [len(times) for times in seconds.values()] == [2, 2, 2]
+    assert row_bytes == (160 // 32) * (224 // 32) * WIDTH * 2
+    header, rule, *rows = hits.markdown({kind: [0.004, 0.001, 0.002] for kind in hits.CALLS}).splitlines()
+    assert header.count("|") == rule.count("|")
+    assert rows == [f"| {kind} | 2.00 | 4.00 | 1.0 |" for kind in hits.CALLS]
