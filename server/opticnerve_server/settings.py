@@ -241,7 +241,7 @@ def integer(low: int, high: int | None = None) -> Parser[int]:
     return Parser(parse, {"type": "integer", **bounds})
 
 
-def or_word(word: str, meaning: Any, parse: Parser[Any]) -> Parser[Any]:
+def or_word(word: str, meaning: Any, parse: Callable[[str], Any]) -> Parser[Any]:
     """What `parse` reads, or a word that stands for `meaning`."""
 
     def parse_or_word(text: str) -> Any:
@@ -252,9 +252,7 @@ def or_word(word: str, meaning: Any, parse: Parser[Any]) -> Parser[Any]:
         except ValueError as error:
             raise ValueError(f"{error}, or {word}") from None
 
-    alternatives = parse.schema.get("anyOf", [parse.schema])
-    assert isinstance(alternatives, list)
-    return Parser(parse_or_word, {"anyOf": [*alternatives, {"const": word}]})
+    return Parser(parse_or_word, {"anyOf": [json_schema(parse), {"const": word}]})
 
 
 def _seconds(text: str) -> float:
