@@ -252,7 +252,10 @@ def or_word(word: str, meaning: Any, parse: Callable[[str], Any]) -> Parser[Any]
         except ValueError as error:
             raise ValueError(f"{error}, or {word}") from None
 
-    return Parser(parse_or_word, {"anyOf": [json_schema(parse), {"const": word}]})
+    schema = json_schema(parse)
+    alternatives = schema.get("anyOf", [schema])
+    assert isinstance(alternatives, list)
+    return Parser(parse_or_word, {"anyOf": [*alternatives, {"const": word}]})
 
 
 def _seconds(text: str) -> float:
