@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from . import messages
+from . import messages, tracing
 from .errors import TABLE, ServiceError
 from .messages import (
     EndLeases,
@@ -91,7 +91,7 @@ class AdmittedItem:
 
     def submit(self, plan: ItemPlan, dtype: str) -> None:
         """Pass the written pixels to the engine."""
-        self._admission.send(Submit(self._call, self.index, plan, dtype))
+        self._admission.send(Submit(self._call, self.index, plan, dtype, tracing.current()))
 
     async def heard(self) -> TakeOver | Found | Rows:
         """What the engine says next of the item. Raises ServiceError for what ends it."""

@@ -1,4 +1,4 @@
-"""The command line of the server: serve, check, make-checkpoint, soak."""
+"""The command line of the server: serve, check, download, make-checkpoint, soak."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ EXIT_CONFIG = 2
 
 _EXTRA = ("torch", "PIL", "av", "grpc_reflection", "msgspec", "prometheus_client")
 """What `pip install opticnerve` leaves out."""
+
+_SGLANG_EXTRA = ("aiohttp", "zmq", "smg_grpc_proto")
+"""What the front for SGLang needs beside."""
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +61,10 @@ def _parser() -> argparse.ArgumentParser:
     env = _command(commands, "collect-env", _collect_env, "print what a bug report should say; no secrets")
     _add_settings(env)
     env.add_argument("--json", action="store_true", help="print JSON")
+    fetch = _command(commands, "download", _download, "fetch what a server reads of a model from the Hugging Face hub")
+    fetch.add_argument("--repository", required=True, metavar="ORG/NAME", help="such as Qwen/Qwen3-VL-8B-Instruct")
+    fetch.add_argument("--revision", required=True, metavar="COMMIT", help="a commit, so that all replicas are equal")
+    fetch.add_argument("--out", required=True, type=Path, metavar="DIR", help="directory to write, which is made")
     make = _command(commands, "make-checkpoint", _make_checkpoint, "write a small checkpoint with random weights")
     make.add_argument("--arch", required=True, help="architecture, such as qwen3_vl")
     make.add_argument("--out", required=True, type=Path, metavar="DIR", help="directory to write, which is made")
@@ -80,9 +87,13 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 def _need_extra() -> None:
     """Raise ConfigError where the client alone is installed."""
-    missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
+    _need(_EXTRA, "the server", "server")
+
+
+def _need(modules: Sequence[str], user: str, extra: str) -> None:
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"the server needs {', '.join(missing)}: pip install 'opticnerve[server]'")
+        raise ConfigError(f"{user} needs {', '.join(missing)}: pip install 'opticnerve[{extra}]'")
 
 
 def _load(options: argparse.Namespace) -> Resolved[Config]:
@@ -102,12 +113,16 @@ def _serve(options: argparse.Namespace) -> int:
             print(f"{name} = {shown}")
         return 0
     _need_extra()
+    from . import tracing
     from .lifecycle import Supervisor
     from .media import CONTRACT
     from .models.registry import open_model
 
     config = resolved.config
+    if config.sglang_version:
+        _need(_SGLANG_EXTRA, "the front for SGLang", "sglang")
     open_model(config.model, config.load_format, projector=config.projector)  # the cheapest mistakes before any port
+    tracing.check(os.environ)
     supervisor = Supervisor(config, CONTRACT)
     telemetry.set_up("supervisor")
     for warning in resolved.warnings:
@@ -121,10 +136,12 @@ def _check(options: argparse.Namespace) -> int:
     for warning in resolved.warnings:
         print(warning, file=sys.stderr)
     _need_extra()
+    from . import tracing
     from .check import check
     from .credentials import CredentialFiles
 
     CredentialFiles(resolved.config)
+    tracing.check(os.environ)
     report = check(resolved.config)
     print(json.dumps(report.as_dict(), indent=2) if options.json else report.as_text())
     return 0
@@ -157,6 +174,16 @@ def _soak(options: argparse.Namespace) -> int:
     )
     print(json.dumps(verdict, indent=2))
     return 0 if verdict["passed"] else 1
+
+
+def _download(options: argparse.Namespace) -> int:
+    _need_extra()
+    _need(["huggingface_hub"], "download", "hub")
+    from .models.download import download
+
+    shards = download(options.repository, options.revision, options.out)
+    print(f"wrote {options.out}: {options.repository} at {options.revision}, weights {', '.join(shards)}")
+    return 0
 
 
 def _make_checkpoint(options: argparse.Namespace) -> int:

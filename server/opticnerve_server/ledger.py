@@ -99,6 +99,7 @@ class Item:
     slot: Slot = NOWHERE
     plan: ItemPlan | None = None
     dtype: str = ""
+    trace: str = ""  # the span of the call that submitted it
     granted_at: float = 0.0  # time.monotonic(), to who writes its pixels; as is the next
     submitted_at: float = 0.0
     claims: list[Claim] = field(default_factory=list)
@@ -200,6 +201,7 @@ class Ledger:
                 return None, []
             item = claim.item
             item.plan, item.dtype, item.submitted_at = message.plan, message.dtype, time.monotonic()
+            item.trace = message.trace
             self._pace.preparing.add(item.submitted_at - item.granted_at)
             return item, [notice for other in item.claims for notice in _found(other)]
 

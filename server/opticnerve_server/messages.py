@@ -68,6 +68,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     index: int
     plan: ItemPlan
     dtype: str  # of the rows: "bfloat16", "float16" or "float32"
+    trace: str = ""  # the span of its call (`tracing.current`)
 
 
 class Release(msgspec.Struct, frozen=True, tag=True, array_like=True):

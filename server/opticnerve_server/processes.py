@@ -14,11 +14,11 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing import reduction
 from typing import Any
 
-from . import messages, telemetry
+from . import messages, telemetry, tracing
 from .config import Config
 from .credentials import Credentials
 
@@ -63,12 +63,21 @@ def run_frontend(
     frontend.main(config, index, control, engine, arena_fd, address, instance_id, good)
 
 
+def run_sglang(config: Config, control: socket.socket, addresses: Mapping[str, str]) -> None:
+    """The life of the front for SGLang."""
+    prepare("sglang")
+    from . import sglang
+
+    sglang.main(config, control, addresses)
+
+
 def prepare(name: str) -> None:
     """Make this process a child of the supervisor: it stops when told over its control socket, and dies with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     telemetry.set_up(name)
+    tracing.set_up(name)
 
 
 def settle() -> None:

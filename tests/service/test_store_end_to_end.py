@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import opticnerve
 from opticnerve.errors import NotCachedError, StoreFullError
@@ -73,6 +74,25 @@ def test_a_hit_takes_neither_the_decoder_nor_the_device(client: opticnerve.Clien
     assert (miss.outcome, hit.outcome) == ("replay", "store")
     assert np.array_equal(miss.array.view(np.uint16), hit.array.view(np.uint16))
     assert hit.timings.preprocess == hit.timings.execute == 0 < miss.timings.execute
+
+
+def test_equal_bytes_of_another_shape_are_another_item(client: opticnerve.Client) -> None:
+    tall = np.full((256, 64, 3), 77, np.uint8)
+    [upright], [lying] = ([*client.encode([pixels])] for pixels in (tall, tall.reshape(64, 256, 3)))
+    assert upright.digest != lying.digest
+    assert (upright.grid.h, upright.grid.w) == (lying.grid.w, lying.grid.h)
+    assert not lying.store_hit
+    assert not np.array_equal(upright.array, lying.array)
+
+
+def test_a_file_that_has_changed_is_another_item(client: opticnerve.Client, tmp_path: Path) -> None:
+    file, crcs = tmp_path / "picture.png", []
+    for seed in (70, 71):
+        Image.fromarray(noise(seed)).save(file)
+        [embedding] = client.encode([file])
+        assert not embedding.store_hit
+        crcs.append(embedding.crc32)
+    assert crcs[0] != crcs[1]
 
 
 def test_held_rows_are_fetched_from_where_the_lease_says(client: opticnerve.Client) -> None:

@@ -91,7 +91,7 @@ def build(
     attention, reason = resolve(backend, device, dtype, config.head_dim)
     print(f"attention: {attention.name}, {reason}")
     reason = kernels.choose(between, device)
-    print(f"kernels: {kernels.chosen()}, {reason}")
+    print(f"kernels: {kernels.chosen(device)}, {reason}")
     return cls(config, planner, tensors, attention), tensors, source
 
 
