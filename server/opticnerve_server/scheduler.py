@@ -118,7 +118,7 @@ class Scheduler:
             case AttachEngine(device=device, ready=ready):
                 send = partial(self._peers.send, Peer(Kind.ENGINE, device))
                 self.batcher.engines[device] = Engine(device, {path.name: path for path in ready.paths}, send)
-                self._busy[device] = 0.0
+                self._busy.setdefault(device, 0.0)
                 self._tell_ledger()
             case EngineEnded(device=device):
                 self._lose_engine(device)

@@ -10,6 +10,7 @@ import pytest
 from opticnerve_server import balance
 from opticnerve_server.balance import FLOOR_ROWS, SEGMENT_ROWS, Imbalance, Pace, cost_of
 from opticnerve_server.batcher import Batcher, Engine, QueuedPart
+from opticnerve_server.bench import balance as bench
 from opticnerve_server.ledger import Ledger, Progress
 from opticnerve_server.messages import (
     Done,
@@ -217,3 +218,11 @@ def test_imbalance_is_the_longest_over_the_mean_busy_time_of_a_minute() -> None:
         imbalance.update({0: 3.0, 1: 1.0})
     assert imbalance.update({0: 4.0, 1: 2.0}) == 1.0
     assert imbalance.update({0: 5.0, 1: 2.0, 2: 0.5}) == pytest.approx(2.0 / (3.5 / 3))
+
+
+def test_the_rule_of_the_server_beats_those_that_bind_early() -> None:
+    hosts = {name: bench.simulate(rule, 4, 0.7, 20, 2.0, seed=1) for name, rule in bench.RULES.items()}
+    means = {name: sum(host.latencies) / len(host.latencies) for name, host in hosts.items()}
+    assert means["ours"] < 0.9 * min(means["round robin"], means["by count"])
+    full = bench.simulate(bench.RULES["ours"], 4, None, 4, 2.0, seed=1)
+    assert max(full.busy.values()) < 1.1 * sum(full.busy.values()) / len(full.busy)

@@ -1,4 +1,4 @@
-"""Rules that assign items to engines, compared in simulated time: python -m opticnerve_server.bench.balance
+"""Rules that assign items to engines, compared in simulated time: opticnerve-server bench balance
 
 The batcher is the server's own, with engines that take so long as a tower on an H200 does, roughly: a fixed time, and a
 time by rows and by the length of segments, give or take a tenth. That is not what the rule assumes, which is the larger
@@ -17,7 +17,7 @@ import itertools
 import random
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from ..balance import cost_of
 from ..batcher import Batcher, Engine, QueuedPart
@@ -182,12 +182,12 @@ def simulate(rule: type[Batcher], engines: int, load: float | None, images: int,
     return host
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", type=int, default=8, help="devices of the host")
     parser.add_argument("--seconds", type=float, default=20.0, help="simulated time of each row")
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     print(f"{options.engines} engines, {options.seconds:g} s each; images of {SIDES} by {WEIGHTS}")
     print(f"{'images':>6} {'load':>5} {'rule':<12} {'calls/s':>8} {'mean ms':>8} {'p99 ms':>8} {'imbalance':>9}")
     for images, load in [(1, 0.1), (1, 0.5), (1, 0.8), (20, 0.1), (20, 0.5), (20, 0.8), (1, None), (20, None)]:

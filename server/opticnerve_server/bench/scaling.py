@@ -1,4 +1,4 @@
-"""One device against several of one host, in whole calls: python -m opticnerve_server.bench.scaling --model DIR
+"""One device against several of one host, in whole calls: opticnerve-server bench scaling --model DIR
 
 Starts a server on the first device, then one on all that --devices names, and tries both with the same callers:
 
@@ -134,7 +134,7 @@ def measure(config: Config, devices: str, options: argparse.Namespace) -> dict[s
         }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--load-format", default="dummy")
@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="of each saturated run")
     parser.add_argument("--calls", type=int, default=1000, help="of each run of latencies")
     parser.add_argument("--queue-bytes", type=int, default=16 << 30, help="--max-queue-bytes of the servers")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     config = Config(
         model=options.model,
         load_format=options.load_format,
