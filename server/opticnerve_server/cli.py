@@ -19,6 +19,9 @@ from .settings import CONFIG_VARIABLE, ConfigError, Resolved, add_flags, parse_a
 
 EXIT_CONFIG = 2
 
+BENCHES = ("tower", "paths", "serve", "preprocess", "hits")
+"""Modules of `bench/`."""
+
 _EXTRA = ("torch", "PIL", "av", "grpc_reflection", "msgspec", "prometheus_client")
 """What `pip install opticnerve` leaves out."""
 
@@ -58,6 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     soak.add_argument("--minutes", type=float, default=10.0, metavar="M", help="at most so long. Default 10")
     soak.add_argument("--concurrency", type=int, default=24, metavar="N", help="callers at a time. Default 24")
     soak.add_argument("--seed", type=int, default=0, metavar="N", help="of what is called. Default 0")
+    bench = _command(commands, "bench", _bench, f"measure: {', '.join(BENCHES)}; each has its own --help")
+    bench.add_argument("what", choices=BENCHES)
+    bench.add_argument("arguments", nargs=argparse.REMAINDER)
     env = _command(commands, "collect-env", _collect_env, "print what a bug report should say; no secrets")
     _add_settings(env)
     env.add_argument("--json", action="store_true", help="print JSON")
@@ -183,6 +189,12 @@ def _download(options: argparse.Namespace) -> int:
 
     shards = download(options.repository, options.revision, options.out)
     print(f"wrote {options.out}: {options.repository} at {options.revision}, weights {', '.join(shards)}")
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    _need_extra()
+    importlib.import_module(f".bench.{options.what}", __package__).main(options.arguments)
     return 0
 
 
