@@ -145,7 +145,7 @@ def test_a_whole_server_sends_them_to_a_collector(tmp_path: Path) -> None:
     assert line["trace_id"] == call.trace_id.hex()
     batches = [(whose, span) for whose, span in collector.received if span.name == "batch"]
     for whose, span in batches:
-        assert (whose["service.name"], whose["zone"], whose["opticnerve.process"]) == ("opticnerve", "a", "engine")
+        assert (whose["service.name"], whose["zone"], whose["opticnerve.process"]) == ("opticnerve", "a", "engine-0")
         assert [(link.trace_id, link.span_id) for link in span.links] == [(call.trace_id, call.span_id)]
         assert span.trace_id != call.trace_id
     executed = [span for _, span in collector.received if span.name == "execute"]
