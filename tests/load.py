@@ -1,6 +1,7 @@
 """Load and probes from processes of their own; each prints what it saw as JSON.
 
 python load.py calls ADDRESS FILE COUNT DEADLINE    COUNT calls at once, each with the image in FILE
+python load.py open ADDRESS FILE RATE SECONDS       RATE calls a second, whether or not they are answered
 python load.py probe ADDRESS                        health checks until its standard input ends
 python load.py stall ADDRESS                        one call of megabytes of rows; reads one message, says so, and waits
 """
@@ -12,6 +13,7 @@ import json
 import sys
 import threading
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ from opticnerve.v1 import encoder_pb2_grpc as pb_grpc
 
 NO_RETRIES = [("grpc.enable_retries", 0)]
 PAUSE_S = 0.01
+DEADLINE_S = 30.0
+CONNECTIONS = 8
 
 
 async def call(stub: Any, data: bytes, deadline: float) -> str:
@@ -50,6 +54,32 @@ async def calls(address: str, data: bytes, count: int, deadline: float) -> dict[
     return {"codes": {code: codes.count(code) for code in sorted(set(codes))}, "seconds": time.monotonic() - started}
 
 
+async def open_loop(address: str, data: bytes, rate: float, seconds: float) -> dict[str, Any]:
+    """By their status, of all calls when each had ended and how long that took from when it was due, in seconds; and
+    how late this process was with them at worst. They take turns on CONNECTIONS connections.
+    """
+    ended: dict[str, list[tuple[float, float]]] = {}
+    late = 0.0
+
+    async def caller(stub: Any, due: float) -> None:
+        code = await call(stub, data, DEADLINE_S)
+        now = time.monotonic()
+        ended.setdefault(code, []).append((now - began, now - due))
+
+    async with AsyncExitStack() as stack:
+        options = [*NO_RETRIES, ("grpc.use_local_subchannel_pool", 1)]
+        channels = [grpc.aio.insecure_channel(address, options=options) for _ in range(CONNECTIONS)]
+        stubs = [pb_grpc.EncoderServiceStub(await stack.enter_async_context(channel)) for channel in channels]
+        began, tasks = time.monotonic(), []
+        for number in range(int(rate * seconds)):
+            due = began + number / rate
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            late = max(late, time.monotonic() - due)
+            tasks.append(asyncio.create_task(caller(stubs[number % CONNECTIONS], due)))
+        await asyncio.gather(*tasks)
+    return {"ended": ended, "late_s": late}
+
+
 def probe(address: str) -> dict[str, Any]:
     """Beside the checks, how late this process itself woke up at worst: what the machine did to a sleeping process."""
     ended = threading.Event()
@@ -66,7 +96,8 @@ def probe(address: str) -> dict[str, Any]:
             serving &= check(request, timeout=10).status == health_pb2.HealthCheckResponse.SERVING
             slept = time.perf_counter()
             seconds.append(slept - started)
-    return {"checks": len(seconds), "slowest_s": max(seconds), "always_serving": serving, "late_s": late}
+    p99 = sorted(seconds)[len(seconds) * 99 // 100]
+    return {"checks": len(seconds), "p99_s": p99, "slowest_s": max(seconds), "always_serving": serving, "late_s": late}
 
 
 def stall(address: str) -> None:
@@ -80,14 +111,18 @@ def stall(address: str) -> None:
         time.sleep(600)
 
 
+COMMANDS = {"calls": calls, "open": open_loop}
+
+
 def main(command: str, address: str, *arguments: str) -> None:
     if command == "probe":
         print(json.dumps(probe(address)))
     elif command == "stall":
         stall(address)
     else:
-        file, count, deadline = arguments
-        print(json.dumps(asyncio.run(calls(address, Path(file).read_bytes(), int(count), float(deadline)))))
+        file, count, seconds = arguments
+        run = COMMANDS[command](address, Path(file).read_bytes(), int(count), float(seconds))
+        print(json.dumps(asyncio.run(run)))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 PROGRAM = Path(sys.executable).with_name("opticnerve-server")
@@ -91,13 +92,16 @@ class RunningServer:
 
     # --- its metrics
 
+    def scrape(self) -> list[Metric]:
+        """Every metric there is."""
+        with urllib.request.urlopen(f"http://{self.metrics_address}/metrics", timeout=WAIT_S) as answer:
+            return list(text_string_to_metric_families(answer.read().decode()))
+
     def total(self, name: str, **labels: str) -> float:
         """Sum of the samples of this name with these labels, in one scrape."""
-        with urllib.request.urlopen(f"http://{self.metrics_address}/metrics", timeout=WAIT_S) as answer:
-            text = answer.read().decode()
         return sum(
             sample.value
-            for family in text_string_to_metric_families(text)
+            for family in self.scrape()
             for sample in family.samples
             if sample.name == name and labels.items() <= sample.labels.items()
         )

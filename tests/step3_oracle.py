@@ -15,11 +15,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from opticnerve_server.models.base import ImageItem
 from opticnerve_server.models.processor import CLIP_MEAN, CLIP_STD
 
 WHOLE, CROP, LARGEST = 112, 84, 504
+SETTINGS = {"size": {"height": WHOLE, "width": WHOLE}, "patch_size": CROP, "max_image_size": LARGEST}
+VISION = {"width": 64, "layers": 3, "heads": 4, "mlp_ratio": 2.0, "image_size": WHOLE, "patch_size": 14}
 RENAMED = (
     ("embeddings.patch_embedding.", "conv1."), ("embeddings.position_embedding.weight", "positional_embedding"),
     ("pre_layernorm.", "ln_pre."), ("layers.", "transformer.resblocks."), ("layernorm_before.", "ln_1."),
@@ -48,6 +51,21 @@ def published(model: Any, heads: int) -> dict[str, torch.Tensor]:
         if ".k_proj." not in name and ".v_proj." not in name:
             stored[published_name(name)] = tensor.contiguous()
     return stored
+
+
+def write_published(directory: Path, model: str, tower: Any, projector: torch.Tensor) -> None:
+    """transformers' tower of VISION and its projector [hidden, 256] as a checkpoint of `model`, its class."""
+    stored = {**published(tower, VISION["heads"]), "vit_large_projector.weight": projector.contiguous()}
+    stored["model.embed_tokens.weight"] = torch.zeros(8, len(projector))
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    config = {"architectures": [model], "vision_config": VISION}
+    config |= {
+        "understand_projector_stride": 2,
+        "projector_bias": False,
+        "text_config": {"hidden_size": len(projector)},
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "preprocessor_config.json").write_text(json.dumps(SETTINGS))
 
 
 def neighbours(x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -198,3 +216,18 @@ def rows_of(directory: Path, whole: torch.Tensor, crops: torch.Tensor, dtype: to
     features = step3_features if step3 else perception_features
     rows = [features(directory, crops, dtype).flatten(0, 1)] if len(crops) else []
     return torch.cat([*rows, features(directory, whole, dtype)[0]]).to(dtype)
+
+
+def planned_views(planner: Any, pixels: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """The views that our planner makes, as the official ones are given."""
+    plan = planner.plan(ImageItem(*pixels.shape[:2]))
+    out = np.empty(plan.pixel_bytes, np.uint8)
+    planner.fill_pixels(pixels, plan, out)
+    levels = torch.from_numpy(out.view("<u2").astype(np.float64) / 256)
+    end = WHOLE**2 * 3
+    mean, std = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in (CLIP_MEAN, CLIP_STD))
+    whole, crops = (
+        ((part.view(-1, side, side, 3).permute(0, 3, 1, 2) / 255 - mean) / std).float()
+        for part, side in ((levels[:end], WHOLE), (levels[end:], CROP))
+    )
+    return whole, crops

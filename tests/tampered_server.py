@@ -5,7 +5,7 @@ TAMPER may come and go, its content is a JSON object:
 
     "fail": true    every forward raises
     "most": N       a forward of more than N units finds no memory
-    "seconds": S    every forward takes so much longer, and no processor
+    "seconds": S    a forward sleeps so long and returns what its capacity has returned before: a device of fixed speed
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ if TYPE_CHECKING:
 
 def tampered_engine(config: Config, control: socket.socket, arena_fd: int) -> None:
     """The life of the engine process."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the engine itself does
     prepare("engine")
     from opticnerve_server import engine
 
+    os.nice = lambda _: 0  # as with a GPU, which computes beside the processor's work
     load = engine.load
     engine.load = lambda config: _tamper(load(config))
     engine.main(config, control, arena_fd)
@@ -47,6 +49,7 @@ def _tamper(loaded: Loaded) -> Loaded:
     tower = loaded.tower.tower
     original = tower.forward
     file = Path(os.environ.get("TAMPER", "/nowhere"))
+    returned: dict[tuple[str, Capacity], torch.Tensor] = {}
 
     def forward(path: str, buffers: Mapping[str, torch.Tensor], capacity: Capacity) -> torch.Tensor:
         wanted = json.loads(file.read_text()) if file.exists() else {}
@@ -54,8 +57,12 @@ def _tamper(loaded: Loaded) -> Loaded:
             raise RuntimeError("as the test wants it")
         if capacity.units > wanted.get("most", capacity.units):
             raise torch.OutOfMemoryError("as the test wants it")
-        time.sleep(wanted.get("seconds", 0))
-        return original(path, buffers, capacity)
+        if "seconds" in wanted:
+            time.sleep(wanted["seconds"])
+            return returned[path, capacity]
+        output = original(path, buffers, capacity)
+        returned[path, capacity] = output.clone()
+        return output
 
     tower.forward = forward  # type: ignore[method-assign]
     return loaded

@@ -95,8 +95,8 @@ def assert_padding_harmless(tower: Any, batch: Sequence[Media], expected: torch.
         assert_close(run_tower(tower, batch, capacity), expected, tower)
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor, tower: Any) -> None:
-    """Each level of the rows by itself, within the tolerances of the tower's dtype."""
+def assert_close(found: torch.Tensor, expected: torch.Tensor, tower: Any, slack: float = 1) -> None:
+    """Each level of the rows by itself, within `slack` times the tolerances of the tower's dtype."""
     assert found.dtype == tower.dtype
     assert found.shape == expected.shape
     assert found.shape[1] == tower.planner.layout.width
@@ -109,5 +109,5 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, tower: Any) -> Non
         row = float((difference.norm(dim=1) / reference.norm(dim=1)).max())
         name = f"{tower.planner.architecture} {tower.dtype} level {number}"
         print(f"{name}: relative error {whole:.1e}, of a row {row:.1e}")
-        assert whole <= tolerance["whole"]
-        assert row <= tolerance["row"]
+        assert whole <= slack * tolerance["whole"]
+        assert row <= slack * tolerance["row"]

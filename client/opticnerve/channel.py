@@ -18,7 +18,7 @@ from google.rpc import status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
-from opticnerve.errors import ProtocolError, ServerError, from_status
+from opticnerve.errors import ProtocolError, ServerError, UnavailableError, from_status
 from opticnerve.v1 import encoder_pb2_grpc
 
 if TYPE_CHECKING:
@@ -125,6 +125,9 @@ def to_server_error(error: grpc.aio.AioRpcError) -> ServerError:
         status = rpc_status.from_call(cast("grpc.Call", error))
     except (ValueError, DecodeError) as broken:
         raise ProtocolError(f"the call failed with {error.code().name}, its details cannot be read") from broken
+    if status is None and error.code() is grpc.StatusCode.INTERNAL:
+        # Servers say what is internal to them. This is gRPC's word for a stream that a proxy cut off, its server gone.
+        return UnavailableError(error.details() or "the stream was reset", code="INTERNAL")
     if status is None:
         status = status_pb2.Status(code=error.code().value[0], message=error.details() or "no message")
     return from_status(status)

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self, TypeVar, overload
 import grpc.aio
 
 from opticnerve.channel import SERVICE, Connection, Tls, to_server_error
+from opticnerve.digests import Metadata, affinity_of
 from opticnerve.errors import (
     DeadlineExceededError,
     ImageInvalidError,
@@ -115,7 +116,8 @@ class AsyncClient:
         The call starts with the first step, and is cancelled when the iterator is closed. An item that fails raises its
         error in its turn; with `return_errors` the error is yielded in its place, and the others follow. Items whose
         stream broke (UNAVAILABLE) are sent again, at most three times, without those that are finished; a full queue
-        (QUEUE_FULL) is tried again when the server says, for as long as `timeout` lasts.
+        (QUEUE_FULL) is tried again when the server says, for as long as `timeout` lasts. A call for one item carries
+        its digest as metadata (`digests.DIGEST_HEADER`), by which proxies can send equal items to one server.
 
         Raises besides: ValueError, TypeError or OSError, before anything is sent, for what cannot be sent;
         RequestTooLargeError likewise, once the limit is known (`info` tells it, and so does the first refusal).
@@ -192,11 +194,15 @@ class AsyncClient:
         return [answers[index] for index in range(len(request.items))]
 
     async def release(self, digests: Iterable[bytes], *, timeout: float | None = None) -> int:
-        """Ends a lease on the rows of each of `digests`; returns how many there were."""
+        """Ends a lease on the rows of each of `digests`; returns how many there were.
+
+        Behind a proxy that balances by digest, name one digest a call: several are asked of one server.
+        """
         patience = self._patience(timeout)
         request = pb.ReleaseRequest(digests=digests)
         connection = self._connection(self._wait_until_ready)
-        call = connection.encoder.Release(request, timeout=patience.left(), metadata=connection.metadata)
+        affinity = affinity_of([pb.Item(digest=pb.Digest(sha256=digest)) for digest in request.digests])
+        call = connection.encoder.Release(request, timeout=patience.left(), metadata=(*connection.metadata, *affinity))
         return (await self._result(call, patience, waited=self._wait_until_ready)).released
 
     @overload
@@ -289,11 +295,12 @@ class AsyncClient:
     ) -> AsyncGenerator[tuple[int, Embedding | Held | ServerError], None]:
         """Yields index and answer of each item as it finishes; sends the unanswered again when that may help."""
         unanswered = dict(enumerate(request.items))
+        affinity = await asyncio.to_thread(affinity_of, request.items)
         while unanswered:
             sent = list(unanswered)
             try:
                 receiver = Receiver(sent, dtype, held=request.delivery.HasField("hold"))
-                async with aclosing(self._attempt(request, receiver, patience)) as answers:
+                async with aclosing(self._attempt(request, affinity, receiver, patience)) as answers:
                     async for index, answer in answers:
                         del unanswered[index]
                         yield index, answer
@@ -317,10 +324,10 @@ class AsyncClient:
                 )
 
     async def _attempt(
-        self, request: pb.EncodeRequest, receiver: Receiver, patience: Patience
+        self, request: pb.EncodeRequest, affinity: Metadata, receiver: Receiver, patience: Patience
     ) -> AsyncGenerator[tuple[int, Embedding | Held | ServerError], None]:
         connection = self._connection(self._wait_until_ready)
-        call = connection.encoder.Encode(request, timeout=patience.left(), metadata=connection.metadata)
+        call = connection.encoder.Encode(request, timeout=patience.left(), metadata=(*connection.metadata, *affinity))
         try:
             async for message in call:
                 answer = receiver.receive(message)
@@ -347,11 +354,11 @@ class AsyncClient:
         failure = to_server_error(error)
         if failure.reason:
             return failure
-        if isinstance(failure, DeadlineExceededError):
+        if isinstance(failure, DeadlineExceededError) or patience.left() == 0:  # a proxy or the server was quicker
             message = f"no complete answer within {patience.timeout:g} s"
             if waited and not self._connection(wait_until_ready=True).is_ready:
                 message += f": {await self._describe_server()}"
-            return DeadlineExceededError(message, code=failure.code)
+            return DeadlineExceededError(message, code="DEADLINE_EXCEEDED")
         if isinstance(failure, ResourceExhaustedError) and request_bytes:  # gRPC's own refusal, perhaps of the size
             await self._describe_server()
             return self._oversize(request_bytes) or failure

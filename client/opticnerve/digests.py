@@ -4,8 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
 
 from opticnerve.v1 import encoder_pb2 as pb
+
+DIGEST_HEADER = "opticnerve-digest"
+"""Metadata of a call for one item: its digest in hex. A proxy that hashes it sends equal items to one server."""
+
+
+Metadata = tuple[tuple[str, str], ...]
+
+
+def affinity_of(items: Sequence[pb.Item]) -> Metadata:
+    """The metadata that names the item of a call; none where there are several, whose rows have no one place."""
+    if len(items) != 1:
+        return ()
+    item = items[0]
+    digest = item.digest.sha256 if item.WhichOneof("media") == "digest" else digest_of(item)
+    return ((DIGEST_HEADER, digest.hex()),)
 
 
 def digest_of(item: pb.Item) -> bytes:

@@ -136,6 +136,7 @@ class Embedding:
     timings: Timings
     store_hit: bool  # the rows came from the server's store
     instance_id: str  # the server that answered
+    projector_applied: bool  # False: a decoder takes them that applies the model's projector itself
 
     @property
     def grid(self) -> Grid:
@@ -290,6 +291,7 @@ class _Rows:
             timings=_to_timings(finished.durations),
             store_hit=finished.store_hit,
             instance_id=self._started.instance_id,
+            projector_applied=self._started.layout.projector_applied,
         )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from . import messages
+from . import messages, tracing
 from .errors import TABLE, ServiceError
 from .messages import (
     EndLeases,
@@ -36,6 +36,7 @@ from .messages import (
     Rows,
     Submit,
     TakeOver,
+    TooLate,
 )
 from .slots import Arena
 from .types import ItemPlan
@@ -90,7 +91,7 @@ class AdmittedItem:
 
     def submit(self, plan: ItemPlan, dtype: str) -> None:
         """Pass the written pixels to the engine."""
-        self._admission.send(Submit(self._call, self.index, plan, dtype))
+        self._admission.send(Submit(self._call, self.index, plan, dtype, tracing.current()))
 
     async def heard(self) -> TakeOver | Found | Rows:
         """What the engine says next of the item. Raises ServiceError for what ends it."""
@@ -165,7 +166,8 @@ class Admission:
         """Slots for all items of a call, by their indices, or why one of them has none: NOT_CACHED, STORE_FULL.
 
         All are released at the end of the block, however it ends. Raises ServiceError: QUEUE_FULL when they do not fit
-        now, REQUEST_TOO_LARGE when they never will, GPU_FAULT. `deadline` is in time.monotonic().
+        now, REQUEST_TOO_LARGE when they never will, EXPIRED_IN_QUEUE when their rows cannot be there by `deadline`, in
+        time.monotonic(), GPU_FAULT.
         """
         if not requests:
             yield {}
@@ -249,7 +251,7 @@ class Admission:
         match message:
             case Granted():
                 self._grant(message)
-            case Refused():
+            case Refused() | TooLate():
                 call = self._asking.pop(message.call)
                 for index in call.requests:
                     self.forget(message.call, index)
@@ -298,7 +300,14 @@ class Admission:
         self._asking.clear()
 
 
-def _refusal(refused: Refused) -> ServiceError:
+def _refusal(refused: Refused | TooLate) -> ServiceError:
+    if isinstance(refused, TooLate):
+        return ServiceError(
+            "EXPIRED_IN_QUEUE",
+            f"all rows can be there in {refused.needed_s:.2f} s at present, the deadline is in "
+            f"{max(0.0, refused.left_s):.2f} s: set a later one, or ask another server",
+            metadata={"stage": "admit", "needed_s": f"{refused.needed_s:.3f}"},
+        )
     amounts = {"resource": refused.resource, "requested": refused.requested, "limit": refused.limit}
     if refused.retry_after is None:
         return ServiceError(

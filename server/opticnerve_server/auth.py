@@ -26,15 +26,20 @@ class Tokens:
     """The tokens of a file, one `TENANT:TOKEN` a line; empty lines and lines that begin with # say nothing.
 
     A tenant may have several tokens, so that they can be replaced one after the other. The file is looked at in every
-    call and read again when it changes; see `Watched`. Raises ConfigError for a file that cannot be used.
+    call and read again when it changes; see `Watched`, also for `good`. Raises ConfigError for a file that cannot be
+    used.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._watched = Watched([path], lambda: _read(path))
+    def __init__(self, path: Path, good: Mapping[bytes, str] | None = None) -> None:
+        self._watched = Watched([path], lambda: _read(path), good)
+
+    def known(self) -> Mapping[bytes, str]:
+        """Tenants by the digests of their tokens, now."""
+        self._watched.refresh()
+        return self._watched.value
 
     def tenant_of(self, authorization: str | bytes | None) -> str:
         """The tenant of a call by its `authorization` metadata. Raises ServiceError: TOKEN_MISSING, TOKEN_INVALID."""
-        self._watched.refresh()
         text = authorization.decode("latin-1") if isinstance(authorization, bytes) else authorization or ""
         scheme, _, token = text.partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
@@ -42,7 +47,7 @@ class Tokens:
                 "TOKEN_MISSING", 'this server asks for a token: send metadata "authorization: Bearer TOKEN"'
             )
         given, tenant = _digest(token.strip()), None
-        for known, owner in self._watched.value.items():  # all of them, so that time tells nothing
+        for known, owner in self.known().items():  # all of them, so that time tells nothing
             if hmac.compare_digest(given, known):
                 tenant = owner
         if tenant is None:
@@ -50,9 +55,9 @@ class Tokens:
         return tenant
 
 
-def watch_tokens(config: Config) -> Tokens | None:
+def watch_tokens(config: Config, good: Mapping[bytes, str] | None = None) -> Tokens | None:
     """The tokens of a configuration, None where none are asked for. Raises ConfigError for a file that is broken."""
-    return Tokens(Path(config.auth_token_file)) if config.auth_token_file else None
+    return Tokens(Path(config.auth_token_file), good) if config.auth_token_file else None
 
 
 def _read(path: Path) -> Mapping[bytes, str]:

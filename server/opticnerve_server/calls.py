@@ -17,7 +17,7 @@ from google.rpc import code_pb2
 
 from opticnerve.v1 import encoder_pb2 as pb
 
-from . import metrics, wire
+from . import metrics, tracing, wire
 from .admission import Admission, AdmittedItem
 from .errors import Scope, ServiceError, internal_error, to_duration, to_item_failed
 from .info import Model
@@ -124,6 +124,18 @@ class CallItem:
     @property
     def index(self) -> int:
         return self.planned.index
+
+    def stages(self, arrived: float) -> dict[str, tuple[float, float]]:
+        """When each stage of a streamed item began and ended, in time.monotonic(): those up to the first rows one
+        behind the other, back from when they were heard of.
+        """
+        spans: dict[str, tuple[float, float]] = {Stage.ADMIT: (arrived, arrived + self.seconds[Stage.ADMIT])}
+        end = self.ready_at
+        for stage in (Stage.COPY, Stage.EXECUTE, Stage.QUEUE, Stage.PREPROCESS):
+            if stage in self.seconds:
+                spans[stage] = (end - self.seconds[stage], end)
+                end = spans[stage][0]
+        return spans | {Stage.STREAM: (self.ready_at, self.ready_at + self.seconds[Stage.STREAM])}
 
 
 _Answerer = Callable[[CallItem], AsyncGenerator[pb.EncodeResponse, None]]
@@ -309,6 +321,7 @@ class Call:
         metrics.EMBEDDING_BYTES.inc(item.admitted.rows.size)
         for stage, seconds in item.seconds.items():
             metrics.STAGE_DURATION.labels(stage).observe(seconds)
+        tracing.item(item.index, item.stages(options.arrived), dispatches)
         yield _finished(item, dispatches, stream.crc32)
 
     async def _answer_held(self, item: CallItem) -> AsyncGenerator[pb.EncodeResponse, None]:
@@ -342,6 +355,7 @@ def _finished(item: CallItem, dispatches: list[Dispatched], crc32: int) -> pb.En
 
 def _failed(index: int, error: ServiceError) -> pb.EncodeResponse:
     _count(_result(error))
+    tracing.item_failed(index, error.reason)
     return pb.EncodeResponse(item_index=index, failed=to_item_failed(error))
 
 

@@ -1,4 +1,4 @@
-"""The command line of the server: serve, check, make-checkpoint, soak."""
+"""The command line of the server: serve, check, download, make-checkpoint, soak."""
 
 from __future__ import annotations
 
@@ -19,8 +19,14 @@ from .settings import CONFIG_VARIABLE, ConfigError, Resolved, add_flags, parse_a
 
 EXIT_CONFIG = 2
 
+BENCHES = ("tower", "paths", "serve", "preprocess", "hits")
+"""Modules of `bench/`."""
+
 _EXTRA = ("torch", "PIL", "av", "grpc_reflection", "msgspec", "prometheus_client")
 """What `pip install opticnerve` leaves out."""
+
+_SGLANG_EXTRA = ("aiohttp", "zmq", "smg_grpc_proto")
+"""What the front for SGLang needs beside."""
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +61,16 @@ def _parser() -> argparse.ArgumentParser:
     soak.add_argument("--minutes", type=float, default=10.0, metavar="M", help="at most so long. Default 10")
     soak.add_argument("--concurrency", type=int, default=24, metavar="N", help="callers at a time. Default 24")
     soak.add_argument("--seed", type=int, default=0, metavar="N", help="of what is called. Default 0")
+    bench = _command(commands, "bench", _bench, f"measure: {', '.join(BENCHES)}; each has its own --help")
+    bench.add_argument("what", choices=BENCHES)
+    bench.add_argument("arguments", nargs=argparse.REMAINDER)
     env = _command(commands, "collect-env", _collect_env, "print what a bug report should say; no secrets")
     _add_settings(env)
     env.add_argument("--json", action="store_true", help="print JSON")
+    fetch = _command(commands, "download", _download, "fetch what a server reads of a model from the Hugging Face hub")
+    fetch.add_argument("--repository", required=True, metavar="ORG/NAME", help="such as Qwen/Qwen3-VL-8B-Instruct")
+    fetch.add_argument("--revision", required=True, metavar="COMMIT", help="a commit, so that all replicas are equal")
+    fetch.add_argument("--out", required=True, type=Path, metavar="DIR", help="directory to write, which is made")
     make = _command(commands, "make-checkpoint", _make_checkpoint, "write a small checkpoint with random weights")
     make.add_argument("--arch", required=True, help="architecture, such as qwen3_vl")
     make.add_argument("--out", required=True, type=Path, metavar="DIR", help="directory to write, which is made")
@@ -80,9 +93,13 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 def _need_extra() -> None:
     """Raise ConfigError where the client alone is installed."""
-    missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
+    _need(_EXTRA, "the server", "server")
+
+
+def _need(modules: Sequence[str], user: str, extra: str) -> None:
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"the server needs {', '.join(missing)}: pip install 'opticnerve[server]'")
+        raise ConfigError(f"{user} needs {', '.join(missing)}: pip install 'opticnerve[{extra}]'")
 
 
 def _load(options: argparse.Namespace) -> Resolved[Config]:
@@ -95,15 +112,6 @@ def _shown(resolved: Resolved[Config]) -> dict[str, str]:
     return {name: f"{text(getattr(resolved.config, name))}  ({source})" for name, source in resolved.sources.items()}
 
 
-def _check_secrets(config: Config) -> None:
-    """Read their files once, before anything is started. Raises ConfigError."""
-    from .auth import watch_tokens
-    from .tls import watch_certificates
-
-    watch_tokens(config)
-    watch_certificates(config)
-
-
 def _serve(options: argparse.Namespace) -> int:
     resolved = _load(options)
     if options.print_config:
@@ -111,19 +119,22 @@ def _serve(options: argparse.Namespace) -> int:
             print(f"{name} = {shown}")
         return 0
     _need_extra()
+    from . import tracing
+    from .lifecycle import Supervisor
+    from .media import CONTRACT
     from .models.registry import open_model
 
     config = resolved.config
+    if config.sglang_version:
+        _need(_SGLANG_EXTRA, "the front for SGLang", "sglang")
     open_model(config.model, config.load_format, projector=config.projector)  # the cheapest mistakes before any port
-    _check_secrets(config)
+    tracing.check(os.environ)
+    supervisor = Supervisor(config, CONTRACT)
     telemetry.set_up("supervisor")
     for warning in resolved.warnings:
         log.warning("setting ignored", extra={"reason": warning})
     log.info("starting", extra={"version": __version__, "settings": _shown(resolved)})
-    from .lifecycle import Supervisor
-    from .media import CONTRACT
-
-    return Supervisor(config, CONTRACT).run()
+    return supervisor.run()
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -131,9 +142,12 @@ def _check(options: argparse.Namespace) -> int:
     for warning in resolved.warnings:
         print(warning, file=sys.stderr)
     _need_extra()
+    from . import tracing
     from .check import check
+    from .credentials import CredentialFiles
 
-    _check_secrets(resolved.config)
+    CredentialFiles(resolved.config)
+    tracing.check(os.environ)
     report = check(resolved.config)
     print(json.dumps(report.as_dict(), indent=2) if options.json else report.as_text())
     return 0
@@ -166,6 +180,22 @@ def _soak(options: argparse.Namespace) -> int:
     )
     print(json.dumps(verdict, indent=2))
     return 0 if verdict["passed"] else 1
+
+
+def _download(options: argparse.Namespace) -> int:
+    _need_extra()
+    _need(["huggingface_hub"], "download", "hub")
+    from .models.download import download
+
+    shards = download(options.repository, options.revision, options.out)
+    print(f"wrote {options.out}: {options.repository} at {options.revision}, weights {', '.join(shards)}")
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    _need_extra()
+    importlib.import_module(f".bench.{options.what}", __package__).main(options.arguments)
+    return 0
 
 
 def _make_checkpoint(options: argparse.Namespace) -> int:

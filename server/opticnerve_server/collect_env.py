@@ -13,7 +13,18 @@ from pathlib import Path
 from . import __version__
 from .config import cores
 
-_PACKAGES = ("torch", "triton", "grpcio", "protobuf", "numpy", "pillow", "av", "msgspec", "prometheus-client")
+_PACKAGES = (
+    "torch",
+    "triton",
+    "grpcio",
+    "protobuf",
+    "numpy",
+    "pillow",
+    "av",
+    "msgspec",
+    "prometheus-client",
+    "opentelemetry-sdk",
+)
 _CGROUP = Path("/sys/fs/cgroup")
 _LIMITS = ("memory.max", "memory.current", "cpu.max", "pids.max")
 _DRIVER_TIMEOUT_S = 10.0

@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from opticnerve.integrations.sglang.frame import MODALITY_MODULES
+from opticnerve.integrations.sglang.gate import parse_networks
+
 from .settings import (
     ConfigError,
     Resolved,
@@ -93,6 +96,11 @@ def _advertise(text: str) -> str:
     return text if text == "auto" else address(text)
 
 
+def _receivers(text: str) -> str:
+    parse_networks(text)
+    return text
+
+
 def _model(text: str) -> str:
     if not text:
         raise ValueError("write a directory, or preset:NAME")
@@ -100,7 +108,7 @@ def _model(text: str) -> str:
 
 
 _MODEL, _PORTS, _SECURITY = "model", "ports and processes", "security"
-_GRAPHS, _LIMITS, _LIFE = "graphs", "limits", "life"
+_GRAPHS, _LIMITS, _LIFE, _SGLANG = "graphs", "limits", "life", "SGLang"
 _count = integer(1)
 _optional_count = or_word("none", None, _count)
 
@@ -430,6 +438,39 @@ class Config:
         default=30.0,
     )
 
+    sglang_listen: str | None = setting(
+        or_word("none", None, address),
+        _SGLANG,
+        "Address of a front that SGLang language servers call by HTTP.",
+        "its protocol has neither encryption nor tokens.",
+        "HOST:PORT",
+        default=None,
+    )
+    sglang_grpc_listen: str | None = setting(
+        or_word("none", None, address),
+        _SGLANG,
+        "The same by gRPC.",
+        "SGLang's own default is HTTP.",
+        "HOST:PORT",
+        default=None,
+    )
+    sglang_version: str | None = setting(
+        or_word("none", None, choice(*MODALITY_MODULES)),
+        _SGLANG,
+        "Release of those language servers.",
+        "it must be named: what they take differs from release to release.",
+        "VERSION",
+        default=None,
+    )
+    sglang_receivers: str = setting(
+        _receivers,
+        _SGLANG,
+        "Networks that rows may be sent to whoever asks, such as 10.0.0.0/8,fd00::/8.",
+        "to the host that asks and no other.",
+        "LIST",
+        default="caller",
+    )
+
     def __post_init__(self) -> None:
         if bool(self.tls_cert) != bool(self.tls_key):
             given, missing = ("tls_cert", "tls_key") if self.tls_cert else ("tls_key", "tls_cert")
@@ -448,6 +489,22 @@ class Config:
                         f"budget {levels[-1]} of token_budgets{path and f' (path {path})'} is over max_token_budget = "
                         f"{self.max_token_budget}: drop the budget or raise the cap"
                     )
+
+        self._check_sglang()
+
+    def _check_sglang(self) -> None:
+        opened = [name for name in ("sglang_listen", "sglang_grpc_listen") if getattr(self, name)]
+        if opened and not self.sglang_version:
+            raise ConfigError(
+                f"{opened[0]} is set without sglang_version: name the release of the language servers, one of "
+                f"{', '.join(MODALITY_MODULES)}"
+            )
+        secured = [name for name in ("tls_cert", "auth_token_file") if getattr(self, name)]
+        if opened and secured:
+            raise ConfigError(
+                f"{opened[0]} would be a way around {secured[0]}, SGLang calls in plaintext and without a token: serve "
+                "it from a server of its own, where none but its language servers reach it"
+            )
 
     @property
     def arena_bytes(self) -> int:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from . import kernels
 from .batcher import Batch, Failure, Part
 from .buffers import Landing, Packing, Ring, Staging
 from .graphs import Graph, GraphManager, eager_capacity
@@ -167,11 +168,8 @@ class Dispatcher:
                     run, lines[path], block = self._dispatch(path, batch, load, turn)
                     runs.append(run)
                     kept += [lines[path], block]
-            rows = self._gather(batch, lines, turn)
+            rows, peaks = self._gather(batch, lines, turn)
             with streams.compute():
-                # Both ends in one pass; unlike a maximum of magnitudes it needs no second copy of the rows.
-                low, high = torch.aminmax(rows, dim=1)
-                peaks = torch.maximum(-low, high).float()
                 computed = streams.record()
             with streams.copy_out():
                 streams.wait(computed)
@@ -216,8 +214,8 @@ class Dispatcher:
             for start, end, to in _runs(batch.parts, path):
                 pixels[to : to + end - start].copy_(landing.block[start:end])
 
-    def _gather(self, batch: Batch, lines: Mapping[str, torch.Tensor], turn: int) -> torch.Tensor:
-        """The rows of all items in order, [tokens, width], on the compute stream."""
+    def _gather(self, batch: Batch, lines: Mapping[str, torch.Tensor], turn: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of all items in order, [tokens, width], and the peak of each, on the compute stream."""
         streams, tower = self._streams, self._tower
         counts = {path: lines[path].shape[0] if path in lines else 0 for path in tower.planner.paths}
         index = tower.gather_index(batch.plans, counts)
@@ -232,8 +230,7 @@ class Dispatcher:
             sources = [*lines.values(), *([tower.constant_rows] if tower.constant_rows is not None else [])]
             source = sources[0] if len(sources) == 1 else torch.cat(sources)
             rows = self._ring.half(turn, len(index))
-            torch.index_select(source, 0, device_index, out=rows)
-        return rows
+            return rows, kernels.gather(source, device_index, rows)
 
     def _copy_out(self, batch: Batch, rows: torch.Tensor) -> list[torch.Tensor]:
         """Copy each part's rows into its slot in its dtype, on the current stream; returns what must stay alive."""

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 import torch
 
-from . import __version__, metrics
+from . import __version__, metrics, tracing
 from .batcher import Batcher, Failure, Part
 from .config import Config
 from .dispatcher import Dispatcher, Finished
@@ -32,6 +32,7 @@ from .loading import Loaded, load
 from .media import CONTRACT
 from .messages import EndLeases, EngineReady, Message, PathState, PhaseChange, Release, Reserve, Stop, Submit
 from .peers import Peers
+from .processes import settle
 from .runner import DeviceBroken, Runner, device_is_broken
 from .selftest import self_test
 from .sentinel import Sentinel, SentinelFailed
@@ -96,6 +97,7 @@ class Engine:
         ready = self._ready(loaded)
         self._publish(loaded, ready)
         dispatcher = self._dispatcher(loaded)
+        settle()
         self.peers.tell_supervisor(ready)
         self._serve(dispatcher)
 
@@ -134,9 +136,11 @@ class Engine:
         limit = self.config.graph_memory_bytes
         estimate = loaded.estimate(limit)
         log.info("graph memory estimated", extra={"mib": estimate >> 20, "limit_bytes": limit})
-        started = time.perf_counter()
+        started = last = time.perf_counter()
 
         def progress(path: str, capacity: Capacity, done: int, total: int) -> None:
+            nonlocal last
+            since, last = last, time.perf_counter()
             log.info(
                 "graph captured",
                 extra={
@@ -145,7 +149,8 @@ class Engine:
                     "segments": capacity.segments,
                     "longest": capacity.longest,
                     "done": f"{done}/{total}",
-                    "s": round(time.perf_counter() - started, 2),
+                    "ms": round(1000 * (last - since), 1),
+                    "reserved_mib": torch.cuda.memory_reserved() >> 20,
                 },
             )
             self.peers.tell_supervisor(PhaseChange(Phase.CAPTURING, f"{done} of {total} graphs"))
@@ -187,6 +192,11 @@ class Engine:
         )
         bounds = {path: graphs.paths[path].capacities or planned for path, planned in loaded.capacities.items()}
         self.batcher = Batcher(self.ledger, tower.planner, bounds)
+        largest = {path: max(capacities, key=lambda c: c.units) for path, capacities in bounds.items() if capacities}
+        self.ledger.batches_hold(
+            tokens=sum(largest[path].units * self._tokens_per_unit[path] for path in largest),
+            items=max(capacity.items for capacity in largest.values()),
+        )
         dispatcher = Dispatcher(
             tower,
             graphs,
@@ -243,7 +253,9 @@ class Engine:
             )
             with self._telling:
                 self._tell(self.ledger.from_device(part.item, progress))
+        self.ledger.computed(finished.execute_s)
         self.counts.add(finished)
+        tracing.batch(finished)
         self._batch_tokens.observe(max(run.load.units * self._tokens_per_unit[run.path] for run in finished.runs))
 
     def _fail(self, part: Part, failure: Failure) -> None:
@@ -339,8 +351,10 @@ def _thread(target: Callable[[], None], name: str) -> threading.Thread:
         try:
             target()
         except BaseException:
-            log.exception("thread died", extra={"thread": name})
-            os._exit(EXIT_GPU_FAULT if device_is_broken() else EXIT_RUNTIME)
+            try:
+                log.exception("thread died", extra={"died": name})
+            finally:
+                os._exit(EXIT_GPU_FAULT if device_is_broken() else EXIT_RUNTIME)
 
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()

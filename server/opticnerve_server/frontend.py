@@ -13,11 +13,13 @@ from collections.abc import Callable
 from . import messages
 from .admission import Admission
 from .config import Config
+from .credentials import NOTHING_KNOWN, Credentials
 from .info import Model, ServerState
 from .media import CONTRACT
 from .messages import EngineReady, FrontendAlive, FrontendReady, Occupancy, PhaseChange, Stop
 from .ports import advertised
 from .preprocess import Preprocessor
+from .processes import settle
 from .service import EncoderService
 from .slots import Arena
 from .transport import HealthServicer, add_port, build_server, publish_health
@@ -40,13 +42,14 @@ def main(
     arena_fd: int,
     address: str,
     instance_id: str,
+    good: Credentials,
 ) -> None:
     """Serve on `address` ("host:port") until told to stop. Exits with 0 then, with 1 if the supervisor is gone.
 
     The process has been made a child of the supervisor (`processes.prepare`) and sees no CUDA device.
     """
     arena = Arena(arena_fd, config.arena_bytes)
-    raise SystemExit(asyncio.run(_serve(config, index, control, engine, arena, address, instance_id)))
+    raise SystemExit(asyncio.run(_serve(config, index, control, engine, arena, address, instance_id, good)))
 
 
 async def _serve(
@@ -57,8 +60,9 @@ async def _serve(
     arena: Arena,
     address: str,
     instance_id: str,
+    good: Credentials,
 ) -> int:
-    frontend = Frontend(config, control, engine, arena, instance_id)
+    frontend = Frontend(config, control, engine, arena, instance_id, good=good)
     await frontend.start(address)
     _log.info("front-end listening", extra={"address": address, "frontend": index})
     return await frontend.run()
@@ -72,13 +76,15 @@ def open_model(config: Config) -> Model:
 
     torch.set_num_threads(1)  # the pool's threads are the parallelism
     source = registry.open_model(config.model, config.load_format, projector=config.projector)
-    return Model(source.name, registry.build_planner(source))
+    model = Model(source.name, registry.build_planner(source))
+    settle()
+    return model
 
 
 class Frontend:
     """The server of one front-end. Made, used and ended on one asyncio loop; takes over both sockets.
 
-    `open_model` is called on another thread once the port answers.
+    `open_model` is called on another thread once the port answers. `good` holds where secret files are broken now.
     """
 
     def __init__(
@@ -89,6 +95,7 @@ class Frontend:
         arena: Arena,
         instance_id: str,
         open_model: Callable[[Config], Model] = open_model,
+        good: Credentials = NOTHING_KNOWN,
     ) -> None:
         self.state = ServerState(config=config, instance_id=instance_id, decode_contract=CONTRACT)
         self._open_model = open_model
@@ -98,13 +105,14 @@ class Frontend:
         self._preprocessor = Preprocessor(config)
         self._service = EncoderService(self.state, self._admission, self._preprocessor)
         self._health = HealthServicer()
-        self._server = build_server(self.state, self._service, self._health)
+        self._server = build_server(self.state, self._service, self._health, good)
+        self._good = good
         self._started = False
 
     async def start(self, address: str) -> int:
         """Bind and answer, NOT_SERVING; the port. Raises RuntimeError when the address cannot be had."""
         await self._publish()  # before the first Check: the servicer is born SERVING
-        port = add_port(self._server, address, self.state.config)
+        port = add_port(self._server, address, self.state.config, self._good)
         bound = f"{address.rpartition(':')[0]}:{port}"
         self.state.address = advertised(bound) if self.state.config.advertise == "auto" else self.state.config.advertise
         await self._server.start()

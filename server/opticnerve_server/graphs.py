@@ -7,10 +7,12 @@ exercised there exactly as on a GPU.
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -160,6 +162,18 @@ def eager_capacity(spec: PathSpec, load: Load) -> Capacity:
     return Capacity(units, load.items, load.segments, load.longest)
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A collection that frees another graph, or anything else of CUDA's, while one is captured aborts the process."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 @dataclass(slots=True)
 class Graph:
     """One captured forward. `replay` runs it on the current stream; `output` is valid until the path's next replay."""
@@ -256,7 +270,8 @@ class GraphManager:
             started = time.perf_counter()
             reserved = torch.cuda.memory_reserved() if self._cuda else 0
             captured = []
-            for capacity in sorted(capacities, key=lambda c: (c.units, c.segments * c.longest), reverse=True):
+            ascending = sorted(capacities, key=lambda c: (c.units, c.segments * c.longest))
+            for capacity in ascending[::-1]:  # and back again below: classes of one cost keep their order
                 try:
                     captured.append(self._capture(path, capacity))
                 except Exception as error:
@@ -300,7 +315,7 @@ class GraphManager:
             return Graph(capacity, buffers, packing, output, replay=run)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
+        with _no_collection(), torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 run()

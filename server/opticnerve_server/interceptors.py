@@ -14,7 +14,7 @@ from google.rpc import code_pb2
 from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from grpc_status import rpc_status
 
-from . import metrics
+from . import metrics, tracing
 from .access import Access, AccessLog, identify
 from .auth import TENANT, Tokens
 from .errors import ServiceError, internal_error, to_status
@@ -143,6 +143,7 @@ class Border(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             metrics.REQUESTS.labels(access.method, code).inc()
             metrics.REQUEST_DURATION.labels(access.method).observe(access.seconds())
             self._log.write(access.fields(code, reason))
+            tracing.end(code, reason, CALL.get()["request_id"])
 
     def _trailers(self) -> Trailers:
         """What every answer ends with: the name of the call, and the server's load for whoever balances."""
@@ -196,7 +197,9 @@ def _metadata(context: Context) -> dict[str, str | bytes]:
 
 def _identified(method: str, context: Context) -> Access:
     """The beginning of a call: from here on what its task logs carries its names."""
-    CALL.set(identify(_metadata(context)))
+    metadata = _metadata(context)
+    traced = {"trace_id": trace_id} if (trace_id := tracing.begin(f"{SERVICE}/{method}", metadata)) else {}
+    CALL.set({**identify(metadata), **traced})
     return Access(method)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -31,7 +30,10 @@ from .messages import (
     Submit,
     TakeOver,
     ToFrontend,
+    TooLate,
 )
+from .pace import Pace
+from .shares import Shares
 from .slots import SlotAllocator
 from .store import Lease, Store
 from .types import Dispatched, ItemPlan
@@ -40,10 +42,6 @@ Notice = tuple[int, ToFrontend]
 """What a front-end, by its index, is to be told."""
 
 NOWHERE = Slot(0, 0, 0)
-
-TENANT_ALPHA = 4
-"""A tenant may hold this many times what is free of a resource: alone 4/5 of it, two that flood 4/9 each, and always
-something is left for one that comes now (dynamic thresholds, Choudhury and Hahne, 1998)."""
 
 ORPHANED = "the caller that was to encode it is gone: send the media themselves"
 
@@ -101,6 +99,8 @@ class Item:
     slot: Slot = NOWHERE
     plan: ItemPlan | None = None
     dtype: str = ""
+    trace: str = ""  # the span of the call that submitted it
+    granted_at: float = 0.0  # time.monotonic(), to who writes its pixels; as is the next
     submitted_at: float = 0.0
     claims: list[Claim] = field(default_factory=list)
     writer: Claim | None = None  # who writes its pixels
@@ -116,6 +116,10 @@ class Item:
         """The plan of a submitted item."""
         assert self.plan is not None
         return self.plan
+
+    @property
+    def tokens_done(self) -> int:
+        return sum(done.count for done in self.progress)
 
     @property
     def unwanted(self) -> bool:
@@ -139,21 +143,17 @@ class Ledger:
 
     def __init__(self, *, max_items: int, max_tokens: int, max_bytes: int, store_bytes: int = 0) -> None:
         """The arena has `max_bytes` + `store_bytes` bytes; encoded media, which lie elsewhere, count as the first."""
-        self._limits = {"items": max_items, "tokens": max_tokens, "bytes": max_bytes}
-        self._used = Counter[str]()
-        self._used_by: dict[str, Counter[str]] = defaultdict(Counter)  # tenants that have something inside
+        self._shares = Shares({"items": max_items, "tokens": max_tokens, "bytes": max_bytes})
         self._slots = SlotAllocator(max_bytes + store_bytes)
         self.store: Store[Item] = Store(store_bytes)
         self._claims: dict[tuple[int, int, int], Claim] = {}
         self._named: dict[bytes, Item] = {}  # by key: in flight, or stored
         self._numbers = itertools.count()
-        self._virtual = 0.0
-        self._finishes: dict[str, float] = defaultdict(float)
         self._lock = threading.Lock()
         self.on_device = 0
         """Parts that copies or kernels may be using."""
         self._device_tokens = 0
-        self._drained: deque[tuple[float, int]] = deque(maxlen=256)
+        self._pace = Pace()
 
     def reserve(self, frontend: int, message: Reserve) -> list[Notice]:
         """Slots for all items of a call, or none and why; then what is known already of those that others encode."""
@@ -172,17 +172,19 @@ class Ledger:
                 if kind in (GrantKind.MISSING, GrantKind.FULL):
                     continue
                 if item is None:
-                    item = _new_item(request, message.tenant, (self._virtual, number), index)
+                    item = _new_item(request, message.tenant, (self._shares.start(message.tenant), number), index)
                     fresh[request.key or index.to_bytes(4, "little")] = item
                 claims.append(self._claim(frontend, message, index, request, item))
-            refused = self._refusal(message, claims, list(fresh.values())) or self._allocate(
-                message.call, list(fresh.values())
+            refused = (
+                self._refusal(message, claims, list(fresh.values()))
+                or self._too_late(message, number, list(fresh.values()))
+                or self._allocate(message.call, list(fresh.values()))
             )
             if refused is not None:
                 for claim in claims:
                     self._unclaim(claim)
                 return [(frontend, refused)]
-            self._admit(message.tenant, number, claims, list(fresh.values()))
+            self._admit(message.tenant, claims, list(fresh.values()))
             for request, kind, item in zip(message.items, grants, found, strict=True):
                 if request.key:
                     metrics.STORE_LOOKUPS.labels(_lookup(kind, item)).inc()
@@ -199,6 +201,8 @@ class Ledger:
                 return None, []
             item = claim.item
             item.plan, item.dtype, item.submitted_at = message.plan, message.dtype, time.monotonic()
+            item.trace = message.trace
+            self._pace.preparing.add(item.submitted_at - item.granted_at)
             return item, [notice for other in item.claims for notice in _found(other)]
 
     def release(self, frontend: int, call: int, index: int, served: bool = False) -> list[Notice]:
@@ -227,7 +231,7 @@ class Ledger:
         with self._lock:
             if item.unwanted or item.failed:
                 return False
-            self._virtual = max(self._virtual, item.order[0])
+            self._shares.reach(item.order[0])
             item.on_device += 1
             self.on_device += 1
             if item.on_device == 1:
@@ -248,7 +252,7 @@ class Ledger:
                 self._settle(item)
                 return []
             item.progress.append(progress)
-            if sum(done.count for done in item.progress) == item.tokens:
+            if item.tokens_done == item.tokens:
                 item.is_done = True
                 self._free_pixels(item)
             notices = [progress.told_to(claim) for claim in item.claims]
@@ -263,11 +267,21 @@ class Ledger:
             self._settle(item)
             return notices
 
+    def batches_hold(self, tokens: int, items: int) -> None:
+        """What a full batch is made of."""
+        with self._lock:
+            self._pace.batch_tokens, self._pace.batch_items = tokens, items
+
+    def computed(self, seconds: float) -> None:
+        """The device has worked at a batch for so long."""
+        with self._lock:
+            self._pace.computing.add(seconds)
+
     def occupancy(self) -> Occupancy:
         """What is inside now, the store left out."""
         with self._lock:
             self._expire()
-            used = self._used
+            used = self._shares.used
             return Occupancy(used["items"], used["tokens"], used["bytes"], device_tokens=self._device_tokens)
 
     # --- letting in
@@ -303,26 +317,27 @@ class Ledger:
             "bytes": sum(item.pixel_bytes + item.row_bytes for item in fresh)
             + sum(claim.encoded_bytes for claim in claims),
         }
-        mine = self._used_by.get(message.tenant)
-        for resource, amount in wanted.items():
-            limit = self._limits[resource]
-            free = limit - self._used[resource]
-            if amount > limit:
-                return Refused(message.call, resource, amount, limit, retry_after=None)
-            if amount > free:
-                return Refused(message.call, resource, amount, limit, retry_after=self._time_to_half())
-            share = TENANT_ALPHA * (free - amount)
-            if message.tenant and mine and mine[resource] + amount > share:
-                return Refused(message.call, resource, amount, limit, retry_after=self._time_to_half())
-        return None
+        resource = self._shares.lacking(message.tenant, wanted)
+        if resource is None:
+            return None
+        amount, limit = wanted[resource], self._shares.limits[resource]
+        return Refused(message.call, resource, amount, limit, None if amount > limit else self._time_to_half())
 
-    def _charge(self, tenant: str, resource: str, amount: int) -> None:
-        """Count in or, below zero, out."""
-        self._used[resource] += amount
-        mine = self._used_by[tenant]
-        mine[resource] += amount
-        if not any(mine.values()):
-            del self._used_by[tenant]
+    def _too_late(self, message: Reserve, number: int, fresh: list[Item]) -> TooLate | None:
+        """Why not even the new items of a call will be there by its deadline. Rows that others wait for, or hold, may
+        be there any moment.
+        """
+        used, left = self._shares.used, message.deadline - time.monotonic()
+        own = sum(item.tokens for item in fresh)
+        most = self._pace.time_to_answer(used["tokens"] + own, used["items"] + len(fresh), busy=False)
+        if not fresh or most is None or most <= left:
+            return None  # as a rule; to look at all items may take a millisecond
+        order = self._shares.start(message.tenant), number
+        inside = {claim.item for claim in self._claims.values()}
+        ahead = [item for item in inside if item.order < order and not item.is_done and not item.failed]
+        tokens = own + sum(item.tokens - item.tokens_done for item in ahead)
+        needed = self._pace.time_to_answer(tokens, len(ahead) + len(fresh), busy=self.on_device > 0)
+        return None if needed is None or needed <= left else TooLate(message.call, needed, left)
 
     def _allocate(self, call: int, items: list[Item]) -> Refused | None:
         """Slots for new items, all or none: those that are stored make room where it is in pieces."""
@@ -335,7 +350,7 @@ class Ledger:
                     for given in taken:
                         self._slots.release(*given)
                     wanted = sum(item.pixel_bytes + item.row_bytes for item in items)
-                    return Refused(call, "bytes", wanted, self._limits["bytes"], retry_after=self._time_to_half())
+                    return Refused(call, "bytes", wanted, self._shares.limits["bytes"], self._time_to_half())
                 starts.append(start)
                 taken.append((start, nbytes))
             item.slot = Slot(starts[0], starts[1], starts[1] + item.slot.end)
@@ -349,26 +364,19 @@ class Ledger:
             self._forget(evicted)
         return start
 
-    def _admit(self, tenant: str, number: int, claims: list[Claim], fresh: list[Item]) -> None:
-        """Count in what was granted, and give it its turn.
-
-        Calls of one tenant go first come, first served. Tenants share the device by start-time fair queueing (Goyal et
-        al., 1996): a call starts, in tokens, where its tenant's last one ends, or where the device is now if that is
-        later, and the call that starts first goes first.
-        """
-        start = max(self._virtual, self._finishes[tenant])
-        self._finishes[tenant] = start + sum(item.tokens for item in fresh)
+    def _admit(self, tenant: str, claims: list[Claim], fresh: list[Item]) -> None:
+        """Count in what was granted, and give it its turn."""
+        self._shares.queue(tenant, sum(item.tokens for item in fresh))
         for item in fresh:
-            item.order = (start, number)
-            item.writer = item.claims[0]
+            item.writer, item.granted_at = item.claims[0], time.monotonic()
             if item.key:
                 self._named[item.key] = item
-            self._charge(tenant, "tokens", item.tokens)
-            self._charge(tenant, "bytes", item.pixel_bytes + item.row_bytes)
+            self._shares.charge(tenant, "tokens", item.tokens)
+            self._shares.charge(tenant, "bytes", item.pixel_bytes + item.row_bytes)
         for claim in claims:
             self._claims[claim.id] = claim
-            self._charge(tenant, "items", 1)
-            self._charge(tenant, "bytes", claim.encoded_bytes)
+            self._shares.charge(tenant, "items", 1)
+            self._shares.charge(tenant, "bytes", claim.encoded_bytes)
 
     # --- letting go
 
@@ -376,8 +384,8 @@ class Ledger:
         item = claim.item
         del self._claims[claim.id]
         item.claims.remove(claim)
-        self._charge(claim.tenant, "items", -1)
-        self._charge(claim.tenant, "bytes", -claim.encoded_bytes)
+        self._shares.charge(claim.tenant, "items", -1)
+        self._shares.charge(claim.tenant, "bytes", -claim.encoded_bytes)
         if served and claim.fetch:
             self.store.read(item)
         self.store.touch(item)
@@ -389,6 +397,7 @@ class Ledger:
         """Who was to write the pixels is gone: the next who has the media does, else nobody can."""
         item.writer = next((claim for claim in item.claims if not claim.fetch), None)
         if item.writer is not None:
+            item.granted_at = time.monotonic()
             return [(item.writer.frontend, TakeOver(item.writer.call, item.writer.index))]
         return self._fail(item, item.claims, "NOT_CACHED", ORPHANED)
 
@@ -403,7 +412,7 @@ class Ledger:
         return [(claim.frontend, Failed(claim.call, claim.index, reason, message, retry_after)) for claim in told]
 
     def _leave_device(self, item: Item, rows: int) -> None:
-        self._drained.append((time.monotonic(), rows))
+        self._pace.drained(rows)
         item.on_device -= 1
         self.on_device -= 1
         if not item.on_device:
@@ -425,12 +434,12 @@ class Ledger:
     def _free_pixels(self, item: Item) -> None:
         if item.pixel_bytes:
             self._slots.release(item.slot.pixels, item.pixel_bytes)
-            self._charge(item.tenant, "bytes", -item.pixel_bytes)
+            self._shares.charge(item.tenant, "bytes", -item.pixel_bytes)
             item.pixel_bytes = 0
 
     def _leave_queue(self, item: Item) -> None:
-        self._charge(item.tenant, "tokens", -item.tokens)
-        self._charge(item.tenant, "bytes", -item.row_bytes)
+        self._shares.charge(item.tenant, "tokens", -item.tokens)
+        self._shares.charge(item.tenant, "bytes", -item.row_bytes)
 
     def _forget(self, item: Item) -> None:
         """Free the rows of an item that is neither in the queue nor in the store."""
@@ -444,12 +453,7 @@ class Ledger:
             self._settle(item)
 
     def _time_to_half(self) -> float:
-        """Seconds until half of the queued tokens are done at the rate of the last batches, between 0.1 and 5."""
-        if len(self._drained) < 2:
-            return 1.0
-        elapsed = time.monotonic() - self._drained[0][0]
-        rate = sum(tokens for _, tokens in self._drained) / max(elapsed, 1e-3)
-        return min(5.0, max(0.1, self._used["tokens"] / 2 / max(rate, 1.0)))
+        return self._pace.time_to_half(self._shares.used["tokens"])
 
 
 def _new_item(request: ItemRequest, tenant: str, order: tuple[float, int], index: int) -> Item:

@@ -26,12 +26,14 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from . import messages, slots
+from .companion import Companion
 from .config import Config
+from .credentials import CredentialFiles
 from .health import HealthServer
 from .info import ServerState, server_info
 from .messages import Attach, EngineReady, Occupancy, PhaseChange, Stop
-from .ports import reserve, split_address
-from .processes import Child, EngineTarget, FrontendTarget, inherited_fd, run_engine, run_frontend
+from .ports import loopback, reserve, split_address
+from .processes import Child, EngineTarget, FrontendTarget, inherited_fd, run_engine, run_frontend, run_sglang
 from .types import Phase
 
 if TYPE_CHECKING:
@@ -71,7 +73,10 @@ class _End(Exception):
 
 
 class Supervisor:
-    """One server. `run` is called once, on the main thread, whose SIGTERM and SIGINT it takes."""
+    """One server. `run` is called once, on the main thread, whose SIGTERM and SIGINT it takes.
+
+    Raises ConfigError for secret files that cannot be used.
+    """
 
     def __init__(
         self,
@@ -83,8 +88,10 @@ class Supervisor:
         self._config = config
         self._engine_target = engine_target
         self._frontend_target = frontend_target
+        self._credentials = CredentialFiles(config)
         self._state = ServerState(config=config, instance_id=uuid.uuid4().hex, decode_contract=decode_contract)
         self._frontends: dict[int, Child] = {}
+        self._companions: list[Companion] = []
         self._indices = itertools.count()  # never used again, so that the engine cannot mix up a dead one and its heir
         self._crashes: deque[float] = deque(maxlen=CRASHES)
         self._listening = self._engine_ended = self._stopping = False
@@ -142,6 +149,11 @@ class Supervisor:
             name, address = "health_listen", config.health_listen
             self._health = HealthServer(address, lambda: server_info(self._state, self._state.phase))
             self._held.callback(self._health.stop)
+            self._sglang: dict[str, str] = {}  # addresses by setting
+            for name in ("sglang_listen", "sglang_grpc_listen"):
+                if address := getattr(config, name):
+                    reserved, self._sglang[name] = reserve(address)
+                    self._held.callback(reserved.close)
         except OSError as error:
             self._fail(f"cannot listen on {name} = {address}: {error}; free the address or choose another", 2)
         self._metrics.enter(Phase.LOADING)
@@ -154,6 +166,9 @@ class Supervisor:
         self._held.callback(self._end_children)
         for _ in range(self._config.frontends):
             self._spawn_frontend()
+        if self._sglang:
+            addresses = {"listen": loopback(self._address), **self._sglang}
+            self._companions.append(Companion("sglang", run_sglang, (self._config, Child.CONTROL, addresses)))
 
     def _spawn_frontend(self) -> None:
         index = next(self._indices)
@@ -171,6 +186,7 @@ class Supervisor:
                     inherited_fd(self._arena_fd),
                     self._address,
                     self._state.instance_id,
+                    self._credentials.last_good(),
                 ),
             )
         self._frontends[index] = child
@@ -209,6 +225,7 @@ class Supervisor:
             "listen": self._address,
             "health_listen": self._health.address,
             "metrics_listen": f"{host}:{self._metrics.port}",
+            **self._sglang,
         }
         log.info("listening", extra={**addresses, "instance_id": self._state.instance_id})
 
@@ -233,6 +250,7 @@ class Supervisor:
             began = time.monotonic()
             self._step(_TICK_S)
             self._end_silent_frontends(began)
+            self._credentials.last_good()
             alive = time.monotonic() - self._heartbeat < SILENCE_S
             if alive is not self._alive:
                 self._alive = alive
@@ -260,6 +278,8 @@ class Supervisor:
                 self._on_engine_death()
             else:
                 self._on_frontend_death(sentinels[cast(int, event)])
+        for companion in self._companions:
+            companion.look_after()
         if self._stops > 1:
             log.warning("stopped at once by a second signal")
             raise _End(1)
@@ -356,7 +376,12 @@ class Supervisor:
         until = time.monotonic() + self._config.drain_delay
         while (left := until - time.monotonic()) > 0:
             self._step(left)
+        until = time.monotonic() + self._config.grace + EXIT_S
+        for companion in self._companions:
+            companion.stop(self._config.grace)
         self._stop_frontends(self._config.grace)
+        for companion in self._companions:
+            companion.wait(until)
         self._stop_engine()
         log.info("stopped", extra={"seconds": round(time.monotonic() - self._phase_since, 1)})
 
@@ -377,6 +402,8 @@ class Supervisor:
             log.warning("engine did not end in time")
 
     def _end_children(self) -> None:
+        for companion in self._companions:
+            companion.close()
         for child in (*self._frontends.values(), self._engine):
             child.kill()
             child.close()

@@ -68,6 +68,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     index: int
     plan: ItemPlan
     dtype: str  # of the rows: "bfloat16", "float16" or "float32"
+    trace: str = ""  # the span of its call (`tracing.current`)
 
 
 class Release(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -142,6 +143,14 @@ class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
     requested: int
     limit: int
     retry_after: float | None
+
+
+class TooLate(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The call would not be done by its deadline."""
+
+    call: int
+    needed_s: float
+    left_s: float
 
 
 class Rows(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -249,7 +258,7 @@ class Occupancy(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 ToEngine = Reserve | Submit | Release | EndLeases
 OfItem = TakeOver | Found | Rows | Failed
-ToFrontend = Granted | Refused | LeasesEnded | OfItem
+ToFrontend = Granted | Refused | TooLate | LeasesEnded | OfItem
 ToChild = Attach | PhaseChange | EngineReady | Occupancy | Stop
 Message = ToEngine | ToFrontend | ToChild | FrontendReady | FrontendAlive
 

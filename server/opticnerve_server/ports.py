@@ -34,3 +34,9 @@ def advertised(address: str) -> str:
     """The address by which others reach a server that listens on `address`: a wildcard becomes this host's name."""
     host, port = split_address(address)
     return f"{socket.gethostname()}:{port}" if host in WILDCARDS else address
+
+
+def loopback(address: str) -> str:
+    """The address by which this host itself reaches a server that listens on `address`."""
+    host, port = split_address(address)
+    return {WILDCARDS[0]: f"127.0.0.1:{port}", WILDCARDS[1]: f"[::1]:{port}"}.get(host, address)

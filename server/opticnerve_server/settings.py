@@ -24,6 +24,7 @@ _SERVICE_LINK = re.compile(r"_SERVICE_HOST$|_SERVICE_PORT(_.*)?$|_PORT_\d+_(TCP|
 _LINK_VALUE = re.compile(r"(tcp|udp|sctp)://")
 
 T = TypeVar("T")
+V = TypeVar("V", covariant=True)
 
 
 class ConfigError(ValueError):
@@ -197,13 +198,32 @@ def text(value: object) -> str:
 # --- parsers: text in, value out, ValueError with the remedy
 
 
-def boolean(text: str) -> bool:
+@dataclass(frozen=True, slots=True)
+class Parser(Generic[V]):
+    """A parser that knows the JSON schema of what a file may have for it."""
+
+    read: Callable[[str], V]
+    schema: Mapping[str, object]
+
+    def __call__(self, text: str) -> V:
+        return self.read(text)
+
+
+def json_schema(parse: Callable[[str], Any]) -> dict[str, object]:
+    """The JSON schema of what a file may have for a parser: at least its type. Of a mere function it is a string."""
+    return dict(parse.schema) if isinstance(parse, Parser) else {"type": "string"}
+
+
+def _boolean(text: str) -> bool:
     if text not in ("true", "false"):
         raise ValueError("write true or false")
     return text == "true"
 
 
-def integer(low: int, high: int | None = None) -> Callable[[str], int]:
+boolean = Parser(_boolean, {"type": "boolean"})
+
+
+def integer(low: int, high: int | None = None) -> Parser[int]:
     """Whole numbers from `low` to `high`, underscores allowed."""
 
     def parse(text: str) -> int:
@@ -217,10 +237,11 @@ def integer(low: int, high: int | None = None) -> Callable[[str], int]:
             raise ValueError(f"must be at most {high}")
         return value
 
-    return parse
+    bounds = {"minimum": low} if high is None else {"minimum": low, "maximum": high}
+    return Parser(parse, {"type": "integer", **bounds})
 
 
-def or_word(word: str, meaning: Any, parse: Callable[[str], Any]) -> Callable[[str], Any]:
+def or_word(word: str, meaning: Any, parse: Callable[[str], Any]) -> Parser[Any]:
     """What `parse` reads, or a word that stands for `meaning`."""
 
     def parse_or_word(text: str) -> Any:
@@ -231,10 +252,13 @@ def or_word(word: str, meaning: Any, parse: Callable[[str], Any]) -> Callable[[s
         except ValueError as error:
             raise ValueError(f"{error}, or {word}") from None
 
-    return parse_or_word
+    schema = json_schema(parse)
+    alternatives = schema.get("anyOf", [schema])
+    assert isinstance(alternatives, list)
+    return Parser(parse_or_word, {"anyOf": [*alternatives, {"const": word}]})
 
 
-def seconds(text: str) -> float:
+def _seconds(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -244,19 +268,25 @@ def seconds(text: str) -> float:
     return value
 
 
-def positive_seconds(text: str) -> float:
+seconds = Parser(_seconds, {"type": "number", "minimum": 0})
+
+
+def _positive_seconds(text: str) -> float:
     if not (value := seconds(text)):
         raise ValueError("must be over 0 seconds")
     return value
 
 
-def choice(*words: str) -> Callable[[str], str]:
+positive_seconds = Parser(_positive_seconds, {"type": "number", "exclusiveMinimum": 0})
+
+
+def choice(*words: str) -> Parser[str]:
     def parse(text: str) -> str:
         if text not in words:
             raise ValueError(f"write one of {', '.join(words)}{nearest(text, words)}")
         return text
 
-    return parse
+    return Parser(parse, {"enum": list(words)})
 
 
 def address(text: str) -> str:

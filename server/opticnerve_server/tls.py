@@ -20,12 +20,12 @@ class Certificates:
     client_ca: bytes | None
 
 
-def watch_certificates(config: Config) -> Watched[Certificates] | None:
+def watch_certificates(config: Config, good: Certificates | None = None) -> Watched[Certificates] | None:
     """The certificates of a configuration, None for plaintext. Raises ConfigError for files that cannot be used."""
     if not config.tls_cert:
         return None
     paths = [Path(path) for path in (config.tls_cert, config.tls_key, config.tls_client_ca) if path]
-    return Watched(paths, lambda: _read(config))
+    return Watched(paths, lambda: _read(config), good)
 
 
 def _read(config: Config) -> Certificates:

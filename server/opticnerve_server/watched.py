@@ -18,18 +18,25 @@ _Stamp = tuple[tuple[int, ...] | None, ...]
 
 
 class Watched(Generic[T]):
-    """What `read` makes of `paths`. Construction raises what `read` raises: ConfigError for files that cannot be used.
+    """What `read` makes of `paths`. Construction raises what `read` raises, ConfigError for files that cannot be used,
+    unless a value is known that was `good` before.
 
     Files that cannot be used later on are an error in the log, once a change; the last good value stays in force.
     Replace a file by renaming another over it, or through a symbolic link as Kubernetes does: a file that is half
     written when it is read is read again, but may be valid by accident.
     """
 
-    def __init__(self, paths: Sequence[Path], read: Callable[[], T]) -> None:
+    def __init__(self, paths: Sequence[Path], read: Callable[[], T], good: T | None = None) -> None:
         self._paths = paths
         self._read = read
         self._stamp = self._look()
-        self.value = read()
+        try:
+            self.value = read()
+        except ConfigError as error:
+            if good is None:
+                raise
+            self._warn(error)
+            self.value = good
 
     def refresh(self) -> bool:
         """Look whether the files have changed, and read them if so; whether there is a new value. Any thread."""
@@ -37,14 +44,20 @@ class Watched(Generic[T]):
         if stamp == self._stamp:
             return False
         self._stamp = stamp
-        names = [str(path) for path in self._paths]
         try:
             self.value = self._read()
         except ConfigError as error:
-            _log.error("changed files are not used, the last good ones stay", extra={"files": names, "error": error})
+            self._warn(error)
             return False
-        _log.info("changed files are used from now on", extra={"files": names})
+        _log.info("changed files are used from now on", extra={"files": self._names()})
         return True
+
+    def _warn(self, error: ConfigError) -> None:
+        extra = {"files": self._names(), "error": error}
+        _log.error("changed files are not used, the last good ones stay", extra=extra)
+
+    def _names(self) -> list[str]:
+        return [str(path) for path in self._paths]
 
     def _look(self) -> _Stamp:
         return tuple(map(_stamp_of, self._paths))

@@ -56,6 +56,10 @@ SETTINGS = {
     "startup_timeout": ("--startup-timeout", "OPTICNERVE_STARTUP_TIMEOUT"),
     "drain_delay": ("--drain-delay", "OPTICNERVE_DRAIN_DELAY"),
     "grace": ("--grace", "OPTICNERVE_GRACE"),
+    "sglang_listen": ("--sglang-listen", "OPTICNERVE_SGLANG_LISTEN"),
+    "sglang_grpc_listen": ("--sglang-grpc-listen", "OPTICNERVE_SGLANG_GRPC_LISTEN"),
+    "sglang_version": ("--sglang-version", "OPTICNERVE_SGLANG_VERSION"),
+    "sglang_receivers": ("--sglang-receivers", "OPTICNERVE_SGLANG_RECEIVERS"),
 }
 """By file key."""
 
@@ -67,6 +71,7 @@ COMMANDS = {
     "check": {"--config", "--json", *NEGATED},
     "soak": {"--config", "--calls", "--minutes", "--concurrency", "--seed", *NEGATED},
     "collect-env": {"--config", "--json", *NEGATED},
+    "download": {"--repository", "--revision", "--out"},
     "make-checkpoint": {"--arch", "--out", "--seed"},
 }
 """The flags of each command beside those of the settings."""
@@ -117,7 +122,7 @@ def test_flags_of_a_command(command: str, capsys: pytest.CaptureFixture[str]) ->
     assert exit.value.code == 0
     shown = capsys.readouterr().out
     expected = set(COMMANDS[command])
-    if command != "make-checkpoint":
+    if "--config" in expected:
         expected |= {flag for flag, _ in SETTINGS.values()}
     found = {word.strip(",[]") for word in shown.split() if word.startswith(("--", "[--"))}
     assert found - {"--help"} == expected

@@ -16,11 +16,23 @@ CLIENT, SERVER = ROOTS[0] / "opticnerve", ROOTS[1] / "opticnerve_server"
 
 GRPC_FILES = {
     SERVER / name for name in ("transport.py", "service.py", "health.py", "interceptors.py")
-} | {CLIENT / "channel.py"}  # fmt: skip
+} | {CLIENT / "channel.py", CLIENT / "integrations" / "sglang" / "rpc.py"}  # fmt: skip
 GRPC_TYPES = {CLIENT / "client.py"}
 """May name gRPC's types, not configure it."""
 
-SUPERVISOR = ("cli", "settings", "config", "lifecycle", "processes", "health", "info", "scrape", "metrics", "telemetry")
+SUPERVISOR = (
+    "cli",
+    "settings",
+    "config",
+    "lifecycle",
+    "processes",
+    "health",
+    "info",
+    "scrape",
+    "metrics",
+    "telemetry",
+    "companion",
+)
 """Modules of the supervisor process."""
 
 
@@ -59,7 +71,8 @@ def loaded_after(code: str) -> set[str]:
 
 
 def test_the_client_loads_neither_torch_nor_pil_nor_the_server() -> None:
-    assert not loaded_after("import opticnerve, opticnerve.cli") & {"torch", "PIL", "opticnerve_server", "transformers"}
+    heavy = {"torch", "PIL", "opticnerve_server", "transformers"}
+    assert not loaded_after("import opticnerve, opticnerve.cli, opticnerve.integrations.transformers") & heavy
 
 
 @pytest.mark.parametrize("path", sources(CLIENT), ids=str)
@@ -71,6 +84,12 @@ def test_the_client_never_imports_the_server(path: Path) -> None:
 def test_models_know_nothing_of_grpc(package: str) -> None:
     for path in sorted((SERVER / package).rglob("*.py")):
         assert not [module for module in imports(path) if is_grpc(module) or module.startswith("opticnerve.v1")], path
+
+
+def test_nothing_loads_pickles() -> None:
+    loaders = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
+    for path in sources(CLIENT, SERVER):
+        assert not {top(module) for module in imports(path)} & loaders, path
 
 
 def test_models_load_no_grpc() -> None:
@@ -97,7 +116,19 @@ def test_the_supervisor_loads_no_torch() -> None:
         "from opticnerve_server.models.registry import open_model\n"
         "open_model('preset:qwen3-vl-2b', 'dummy')"
     )
-    assert not loaded_after(code) & {"torch", "transformers"}
+    assert not loaded_after(code) & {"torch", "transformers", "aiohttp", "zmq"}
+
+
+def test_tracing_is_loaded_where_it_is_asked_for_alone() -> None:
+    code = (
+        "import os, opticnerve_server.processes, opticnerve_server.frontend\n"
+        "from opticnerve_server import tracing\n"
+        "os.environ.update({environment})\n"
+        "tracing.set_up('test')"
+    )
+    assert "opentelemetry" not in loaded_after(code.format(environment={}))
+    asked = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
+    assert "opentelemetry" in loaded_after(code.format(environment=asked))
 
 
 def test_front_ends_see_no_cuda_device_whatever_they_import() -> None:
@@ -108,10 +139,10 @@ def test_front_ends_see_no_cuda_device_whatever_they_import() -> None:
         "def main(*arguments): print(repr(os.environ['CUDA_VISIBLE_DEVICES']), len(arguments))\n"
         "import opticnerve_server\n"
         "opticnerve_server.frontend = types.SimpleNamespace(main=main)\n"
-        "processes.run_frontend(None, 0, None, None, 0, '', '')"
+        "processes.run_frontend(None, 0, None, None, 0, '', '', None)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["''", "7"]
+    assert done.stdout.split() == ["''", "8"]
 
 
 def test_source_roots_are_not_packages() -> None:

@@ -26,27 +26,27 @@ from opticnerve_server.models.windows import SNAPS
 from opticnerve_server.selftest import self_test
 from opticnerve_server.types import Outcome
 from oracles import randomise
-from step3_oracle import CROP, WHOLE, official_plan, official_views, perception, published, rows_of, step3_features
+from step3_oracle import (
+    VISION,
+    WHOLE,
+    official_plan,
+    official_views,
+    perception,
+    planned_views,
+    rows_of,
+    step3_features,
+    write_published,
+)
 from towers import assert_close, load_tower
 from two_paths import engine_of, run
-
-OUT = 40
-SETTINGS = {"size": {"height": WHOLE, "width": WHOLE}, "patch_size": CROP, "max_image_size": 504}
-VISION = {"width": 64, "layers": 3, "heads": 4, "mlp_ratio": 2.0, "image_size": WHOLE, "patch_size": 14}
 
 
 def write_perception(directory: Path) -> None:
     """The official tower with random weights, as published."""
     model = perception(VISION)
     randomise(model, seed=5)
-    stored = published(model, VISION["heads"])
-    stored["vit_large_projector.weight"] = torch.randn(OUT, 256, generator=torch.Generator().manual_seed(6)) / 16
-    stored["model.embed_tokens.weight"] = torch.zeros(8, OUT)
-    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
-    config = {"architectures": ["StepVLForConditionalGeneration"], "vision_config": VISION}
-    config |= {"understand_projector_stride": 2, "projector_bias": False, "text_config": {"hidden_size": OUT}}
-    (directory / "config.json").write_text(json.dumps(config))
-    (directory / "preprocessor_config.json").write_text(json.dumps(SETTINGS))
+    projector = torch.randn(40, 256, generator=torch.Generator().manual_seed(6)) / 16
+    write_published(directory, "StepVLForConditionalGeneration", model, projector)
 
 
 def write_step3(directory: Path) -> None:
@@ -72,21 +72,6 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     directory = tmp_path_factory.mktemp(request.param)
     (write_perception if request.param == "step_vl" else write_step3)(directory)
     return directory
-
-
-def planned_views(planner: Any, pixels: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """The views that our planner makes, as the official ones are given."""
-    plan = planner.plan(ImageItem(*pixels.shape[:2]))
-    out = np.empty(plan.pixel_bytes, np.uint8)
-    planner.fill_pixels(pixels, plan, out)
-    levels = torch.from_numpy(out.view("<u2").astype(np.float64) / 256)
-    end = WHOLE**2 * 3
-    mean, std = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in (CLIP_MEAN, CLIP_STD))
-    whole, crops = (
-        ((part.view(-1, side, side, 3).permute(0, 3, 1, 2) / 255 - mean) / std).float()
-        for part, side in ((levels[:end], WHOLE), (levels[end:], CROP))
-    )
-    return whole, crops
 
 
 def expected_rows(

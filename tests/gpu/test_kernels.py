@@ -127,8 +127,41 @@ def test_clears_what_lies_behind_the_last_segment(name: str, dtype: torch.dtype,
     whole = randn(50, 3, 4, 24, seed=0, device=device, dtype=dtype)
     whole[used:] = math.nan
     before = whole.clone()
-    kernels.clear_tail_(whole[:, 1], torch.tensor([0, used // 2, used, used], dtype=torch.int32, device=device))
+    cu = torch.tensor([0, used // 2, used, used], dtype=torch.int32, device=device)
+    kernels.clear_tail_(cu, whole[:, 1])
     assert torch.equal(whole[:used], before[:used])
     assert torch.count_nonzero(whole[used:, 1]) == 0
+    assert torch.isnan(whole[used:, [0, 2]]).all()
+    kernels.clear_tail_(cu, whole[:, 1], whole[:, 2])
+    assert torch.equal(whole[:used], before[:used])
+    assert torch.count_nonzero(whole[used:, 1:]) == 0
     assert torch.isnan(whole[used:, 0]).all()
-    assert torch.isnan(whole[used:, 2]).all()
+
+
+@EACH
+@DTYPES
+@pytest.mark.parametrize("taps", [4, 16])
+def test_adds_an_interpolated_table(name: str, dtype: torch.dtype, taps: int) -> None:
+    kernels, device = implementation(name)
+    x = randn(53, 1152, seed=0, device=device, dtype=dtype)
+    table = randn(99, 1152, seed=1, device=device, dtype=torch.float32)
+    weights = randn(53, taps, seed=2, device=device, dtype=torch.float32)
+    places = torch.randint(0, 99, (53, taps), generator=torch.Generator().manual_seed(3)).int().to(device)
+    summed = (table.double()[places.long()] * weights.double()[..., None]).sum(1)
+    assert_near(kernels.add_taps(x, table, places, weights), x.double() + summed)
+
+
+@EACH
+@DTYPES
+@pytest.mark.parametrize("width", [8, 2048, 10240])
+def test_gathers_lines_and_finds_what_is_not_finite(name: str, dtype: torch.dtype, width: int) -> None:
+    kernels, device = implementation(name)
+    source = randn(40, width, seed=0, device=device, dtype=dtype)
+    source[3, width - 1], source[5, 0], source[7, width // 2] = math.nan, math.inf, -math.inf
+    index = torch.tensor([7, 39, 3, 3, 0, 5, 11], dtype=torch.int32, device=device)
+    out = torch.empty(len(index), width, dtype=dtype, device=device)
+    peaks = kernels.gather(source, index, out)
+    assert torch.equal(out.nan_to_num(nan=99), source[index.long()].nan_to_num(nan=99))
+    assert peaks.isnan().tolist() == [False, False, True, True, False, False, False]
+    expected = source[index.long()].abs().amax(1).float()
+    assert torch.equal(peaks.nan_to_num(nan=1, posinf=2), expected.nan_to_num(nan=1, posinf=2))

@@ -1,4 +1,4 @@
-"""Every tower on CUDA: photographs against the official code, batches with videos against the same tower on a CPU.
+"""Every tower on CUDA: photographs against the official code, batches with videos against a CPU in float32.
 
 What runs on a CPU too keeps the rest from rusting; `tests/golden` says more of it.
 """
@@ -16,9 +16,9 @@ from golden.make_pixels import synthetic_image
 from opticnerve_server.models import registry
 from opticnerve_server.models.base import ImageItem, VideoItem
 from opticnerve_server.models.checkpoint import write_checkpoint
-from oracles import media_from, planned_media
+from oracles import Media, media_from, planned_media
 from photo_oracles import ORACLES
-from towers import assert_close, load_tower, run_tower
+from towers import TOLERANCES, assert_close, load_tower, run_tower
 
 SIZE = (200, 300)
 """Height and width of an image that every oracle takes."""
@@ -44,10 +44,18 @@ def test_equals_the_official_code(device: str, architecture: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(("device", "architecture", "dtype"), CASES)
-def test_equals_the_tower_on_a_cpu(device: str, architecture: str, dtype: str, tmp_path: Path) -> None:
+def test_equals_the_tower_in_float32_on_a_cpu(device: str, architecture: str, dtype: str, tmp_path: Path) -> None:
     write_checkpoint(architecture, tmp_path)
     tower: Any = load_tower(tmp_path, dtype, device)
     kinds = [item for item in BATCH if isinstance(item, ImageItem) or "video" in tower.planner.modalities]
     batch = [planned_media(tower.planner, item, seed=seed) for seed, item in enumerate(kinds)]
-    expected = torch.cat([run_tower(load_tower(tmp_path, dtype), [media]) for media in batch])
-    assert_close(run_tower(tower, batch), expected, tower)
+    expected = on_a_cpu(tmp_path, "float32", batch)
+    # Both are rounded. Gemma 4's scores are so large with random weights that bfloat16 is off by a tenth on a CPU too.
+    own = on_a_cpu(tmp_path, dtype, batch)
+    slack = 2 + float((own - expected).norm() / expected.norm()) / TOLERANCES[dtype]["whole"]
+    assert_close(run_tower(tower, batch), expected.to(tower.dtype), tower, slack)
+
+
+def on_a_cpu(folder: Path, dtype: str, batch: list[Media]) -> torch.Tensor:
+    """The rows of each item alone, float32."""
+    return torch.cat([run_tower(load_tower(folder, dtype), [media]).float() for media in batch])

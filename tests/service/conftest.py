@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from opticnerve_server.models.presets import VIDEO_PROCESSORS
 from oracles import save_model
 from running_server import Official, running
+from sglang_wheel import RELEASE, LanguageServer, receiver_of
 
 VIDEO: dict[str, dict[str, Any]] = {
     "qwen3_vl": VIDEO_PROCESSORS["qwen3_vl"],
@@ -27,5 +29,18 @@ def official(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     directory = tmp_path_factory.mktemp(request.param)
     save_model(request.param, directory / "model")
     (directory / "model" / "video_preprocessor_config.json").write_text(json.dumps(VIDEO[request.param]))
-    with running(directory / "model", directory, "--token-budgets", "64,256") as server:
+    front = ("--sglang-listen", "127.0.0.1:0", "--sglang-version", RELEASE)
+    with running(directory / "model", directory, "--token-budgets", "64,256", *front) as server:
         yield Official(request.param, directory / "model", server)
+
+
+@pytest.fixture(scope="module")
+def sglang_receiver() -> Iterator[Any]:
+    with receiver_of(RELEASE) as module:
+        yield module
+
+
+@pytest.fixture
+def sglang(sglang_receiver: Any) -> Iterator[LanguageServer]:
+    with closing(LanguageServer(sglang_receiver)) as server:
+        yield server

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from opticnerve_server import lifecycle, messages, telemetry
 from opticnerve_server.config import Config
+from opticnerve_server.credentials import Credentials
 from opticnerve_server.messages import (
     Attach,
     EngineReady,
@@ -79,6 +80,7 @@ def fake_frontend(
     arena_fd: int,
     address: str,
     instance_id: str,
+    good: Credentials,
 ) -> None:
     """Accepts connections; appends what it is told, a line a message, to FAKE_LOG."""
     prepare(f"frontend-{index}")
@@ -91,7 +93,8 @@ def fake_frontend(
             time.sleep(0.02)
         control.send(messages.encode(FrontendReady()))
         hello = messages.decode(engine.recv(messages.MAX_MESSAGE_BYTES))
-        print(index, os.getpid(), "from engine", hello, file=told, flush=True)
+        tenants = sorted((good.tokens or {}).values())
+        print(index, os.getpid(), "from engine", hello, tenants, file=told, flush=True)
         stuck = os.environ.get("FAKE_FRONTEND") == "stuck" and index == 0
         while data := control.recv(messages.MAX_MESSAGE_BYTES):  # an Occupancy every 0.1 s, if nothing else
             if not (stuck and Path(os.environ["FAKE_GATE"]).exists()):

@@ -67,6 +67,30 @@ async def test_names_of_our_own(given: Any, caplog: pytest.LogCaptureFixture) ->
     assert line["request_id"] == ended["x-request-id"]
 
 
+async def test_neither_answers_nor_the_log_hold_what_was_sent(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    payload = b"SECRETPIXELS" * 500
+    media = [
+        pb.Item(encoded_image=pb.EncodedImage(data=head + payload))
+        for head in (b"", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")
+    ]
+    media += [
+        pb.Item(raw_image=pb.RawImage(height=8, width=8, data=payload)),
+        pb.Item(encoded_video=pb.EncodedVideo(data=b"\0\0\0\x20ftypisom" + payload)),
+        pb.Item(patches=pb.Patches(tensors=[pb.NamedTensor(name="pixel_values", data=payload)])),
+    ]
+    async with serving() as server:
+        answers = await collect(server.stub.Encode(pb.EncodeRequest(items=media)))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(server.channel.unary_stream("/opticnerve.v1.EncoderService/Encode")(payload))
+    failed = [answer.failed for answer in answers.values() if answer.failed is not None]
+    assert len(failed) == len(media)
+    assert max(failure.ByteSize() for failure in failed) < 1024
+    told = [*map(str, failed), str(caught.value.details()), *(str(vars(record)) for record in caplog.records)]
+    assert len(caplog.records) >= 2
+    assert not [text for text in told if "SECRET" in text or "U0VDUkVU" in text]
+
+
 def test_no_more_than_a_hundred_lines_a_second(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

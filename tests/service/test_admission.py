@@ -17,7 +17,7 @@ from opticnerve_server import messages
 from opticnerve_server.admission import MAX_UNSENT, Admission
 from opticnerve_server.config import MAX_QUEUE_ITEMS
 from opticnerve_server.errors import ServiceError
-from opticnerve_server.messages import Grant, Granted, GrantKind, Hold, ItemRequest, Refused, Reserve, Slot
+from opticnerve_server.messages import Grant, Granted, GrantKind, Hold, ItemRequest, Refused, Reserve, Slot, TooLate
 from opticnerve_server.store import NAME_BYTES, VARIANT_BYTES
 
 REQUEST = pb.EncodeRequest(items=[raw_item(picture(16, 16))] * 2)
@@ -62,6 +62,19 @@ async def test_a_full_queue_is_refused_with_a_hint() -> None:
         assert dict(info.metadata) == {"resource": "tokens", "requested": "8", "limit": "1000"}
         server.engine.refuse = None
         assert len(await collect(server.stub.Encode(REQUEST))) == 2
+
+
+async def test_what_cannot_be_there_in_time_is_refused_at_once() -> None:
+    async with serving() as server:
+        server.engine.refuse = TooLate(0, 2.0, 0.5)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(server.stub.Encode(REQUEST, timeout=20))
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert reason_of(caught.value) == "EXPIRED_IN_QUEUE"
+        assert "2.00 s" in str(caught.value.details())
+        info = details_of(caught.value)["ErrorInfo"]
+        assert isinstance(info, error_details_pb2.ErrorInfo)
+        assert dict(info.metadata) == {"stage": "admit", "needed_s": "2.000"}
 
 
 async def test_a_call_that_can_never_fit_is_invalid() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import opticnerve
+from contract.test_frozen import METRICS
 from running_server import Official
 
 PHOTOGRAPHS = Path(__file__).parents[2] / "deploy" / "demo"
@@ -38,6 +39,22 @@ def test_what_fits_a_budget_is_a_hit_and_the_rest_a_miss(
     assert {embedding.outcome for embedding in embeddings} == {"replay", "eager"}
     assert official.server.total("opticnerve_dispatched_items_total", outcome="hit") > 0
     assert official.server.total("opticnerve_dispatched_items_total", outcome="miss") > 0
+
+
+def test_a_scrape_shows_every_metric_with_its_labels(
+    official: Official, embeddings: list[opticnerve.Embedding]
+) -> None:
+    families = {family.name: family for family in official.server.scrape()}
+    assert {name for name in families if name.startswith("opticnerve_")} == set(METRICS)
+    for name, (kind, labels) in METRICS.items():
+        samples = families[name].samples
+        assert (families[name].type, bool(samples)) == (kind, True), name
+        assert {tuple(sorted(sample.labels.keys() - {"le"})) for sample in samples} == {tuple(sorted(labels))}
+    stages = {sample.labels["stage"] for sample in families["opticnerve_stage_duration_seconds"].samples}
+    assert stages == {"admit", "preprocess", "queue", "execute", "copy", "stream"}
+    columns = {sample.labels.get("le") for sample in families["opticnerve_batch_tokens"].samples}
+    assert {"64.0", "256.0"} < columns, "a column is a budget"
+    assert sum(len(family.samples) for family in families.values()) < 600
 
 
 @pytest.mark.parametrize(("dtype", "numpy"), [("bfloat16", ml_dtypes.bfloat16), ("float16", np.float16)])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -10,9 +12,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from frontend_harness import READY, serving, until
+from frontend_harness import READY, collect, picture, raw_item, serving, until
+from opticnerve.v1 import encoder_pb2 as pb
+from opticnerve_server.health import NOT_SERVING, SERVING, HealthServer
 from opticnerve_server.messages import PhaseChange
 from opticnerve_server.types import Phase
+from running_server import eventually
 
 NAMES = ("", "opticnerve.v1.EncoderService", "readiness", "startup")
 
@@ -67,3 +72,70 @@ async def test_reflection_lists_the_services() -> None:
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
     }
+
+
+async def test_hurried_probes_amid_work_hurt_nothing() -> None:
+    items = [raw_item(picture(16, 16, seed)) for seed in range(4)]
+    async with serving() as server:
+        server.engine.hold_rows = True
+        calls = [asyncio.create_task(collect(server.stub.Encode(pb.EncodeRequest(items=items)))) for _ in range(4)]
+        await until(lambda: len(server.engine.held) == 16)
+        stub = health_pb2_grpc.HealthStub(server.channel)
+        probes = [stub.Check(health_pb2.HealthCheckRequest(service="liveness"), timeout=0.01) for _ in range(300)]
+        ends = await asyncio.gather(*probes, return_exceptions=True)
+        expired = [end for end in ends if isinstance(end, grpc.aio.AioRpcError)]
+        assert {error.code() for error in expired} <= {grpc.StatusCode.DEADLINE_EXCEEDED}
+        server.engine.resume()
+        for answers in await asyncio.gather(*calls):
+            assert all(answer.finished is not None for answer in answers.values())
+        assert await server.check("liveness") == "SERVING"
+
+
+async def test_connections_that_say_nothing_or_nonsense_leave_nothing() -> None:
+    words = (b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", os.urandom(1000))
+    async with serving() as server:
+        assert await server.check() == "SERVING"
+        before = open_files()
+        connections = []
+        for number in range(200):
+            _, writer = await asyncio.open_connection(*server.address.split(":"))
+            writer.write(words[number % len(words)])
+            connections.append(writer)
+        assert await server.check() == "SERVING"
+        assert open_files() > before
+        for writer in connections:
+            writer.close()
+        await until(lambda: open_files() <= before)
+        assert await server.check() == "SERVING"
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def memory_mib() -> float:
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["RssAnon"].split()[0]) / 1024
+
+
+def test_a_flood_of_probes_and_connections_leaves_nothing() -> None:
+    server = HealthServer("127.0.0.1:0", pb.GetServerInfoResponse)
+    own_connection = [("grpc.use_local_subchannel_pool", 1)]
+
+    def flood(connections: int) -> None:
+        for _ in range(connections):
+            with grpc.insecure_channel(server.address, own_connection) as channel:
+                stub = health_pb2_grpc.HealthStub(channel)
+                watch = stub.Watch(health_pb2.HealthCheckRequest(service="readiness"))
+                assert next(watch).status == NOT_SERVING
+                for _ in range(10):
+                    assert stub.Check(health_pb2.HealthCheckRequest(service="liveness")).status == SERVING
+
+    try:
+        flood(60)
+        before, memory = open_files(), memory_mib()
+        flood(180)
+        eventually(lambda: open_files() <= before)
+        assert memory_mib() - memory < 4
+    finally:
+        server.stop()

@@ -47,6 +47,7 @@ def test_each_says_its_layout_and_gives_its_rows(checkpoint: Path, servers: tupl
             info, (embedding,) = client.info(), client.encode([image], dtype="float32")
         assert (info.layout.hidden, info.layout.projector_applied) == (width, projected)
         assert embedding.array.shape == (media.plan.tokens, width)
+        assert embedding.projector_applied == projected
         assert_near(embedding.array, rows.numpy())
 
 

@@ -32,6 +32,7 @@ from opticnerve.v1 import encoder_pb2 as pb
 from opticnerve.v1 import encoder_pb2_grpc as pb_grpc
 from opticnerve_server import frontend
 from opticnerve_server.config import Config
+from opticnerve_server.credentials import NOTHING_KNOWN
 from opticnerve_server.info import Model
 from opticnerve_server.messages import FrontendAlive, FrontendReady, Occupancy, PhaseChange, Stop, decode, encode
 from opticnerve_server.ports import reserve
@@ -221,7 +222,10 @@ async def test_a_process_of_its_own() -> None:
         child = Child(
             "frontend-0",
             run_frontend,
-            (config, 0, Child.CONTROL, engine.frontend_end, inherited_fd(engine.arena_fd), address, "instance-2"),
+            (
+                *(config, 0, Child.CONTROL, engine.frontend_end, inherited_fd(engine.arena_fd), address, "instance-2"),
+                NOTHING_KNOWN,
+            ),
         )
         engine.frontend_end.close()
         child.send(READY)

@@ -1,7 +1,4 @@
-"""Every row of the table of failures that a front-end can be brought to answer, as its caller sees it.
-
-SLOW_READER is in test_cancel.py, STORE_FULL in test_store.py, gRPC's own refusals in test_encode.py.
-"""
+"""Every row of the table of failures as its caller sees it. gRPC's own refusals are in test_encode.py."""
 
 from __future__ import annotations
 
@@ -14,13 +11,17 @@ import grpc.aio
 import pytest
 
 from fake_engine import SharingEngine
-from frontend_harness import READY, Harness, collect, details_of, picture, raw_item, reason_of, serving, until
+from frontend_harness import READY, Answer, Harness, collect, details_of, picture, raw_item, reason_of, serving, until
 from opticnerve.v1 import encoder_pb2 as pb
+from opticnerve_server.errors import TABLE
 from opticnerve_server.messages import Failed, PhaseChange, Refused
 from opticnerve_server.preprocess import Preprocessor
 from opticnerve_server.types import Phase
 
+FRAME = pb.Frame(raw_image=pb.RawImage(height=8, width=8, data=bytes(192)))
 ITEM = raw_item(picture(16, 16))
+HOLD = pb.Delivery(hold=pb.Delivery.Hold(reads=1))
+STORING: dict[str, Any] = {"store_bytes": 32 << 20, "engine_class": SharingEngine}
 GOOD = pb.EncodeRequest(items=[ITEM])
 INTERNALS = ("Traceback", "Error(", "/tmp", "/work", ".py", "0x", "opticnerve_server")
 MAX_TRAILER_BYTES = 4096
@@ -95,7 +96,11 @@ async def assert_refused(server: Harness, reason: str, row: Call) -> str:
     """The call ends as its row says; the message."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await collect(server.stub.Encode(row.request, metadata=(("x-request-id", "r-1"), *row.metadata)))
-    error, message = caught.value, str(caught.value.details())
+    return assert_status(caught.value, reason, row)
+
+
+def assert_status(error: grpc.aio.AioRpcError, reason: str, row: Call) -> str:
+    message = str(error.details())
     assert (error.code().name, reason_of(error)) == (row.code, reason)
     assert set(details_of(error)) == {"ErrorInfo", *row.details}
     assert message
@@ -106,10 +111,11 @@ async def assert_refused(server: Harness, reason: str, row: Call) -> str:
     return message
 
 
-ITEMS = {
+ITEMS: dict[str, tuple[str, pb.Item]] = {
     "IMAGE_INVALID": ("INVALID_ARGUMENT", pb.Item(encoded_image=pb.EncodedImage(data=b"no image"))),
     "ITEM_TOO_LARGE": ("INVALID_ARGUMENT", raw_item(picture(64, 64))),
     "NOT_CACHED": ("NOT_FOUND", pb.Item(digest=pb.Digest(sha256=bytes(32)))),
+    "UNIMPLEMENTED": ("UNIMPLEMENTED", pb.Item(frame_list=pb.FrameList(frames=[FRAME] * 2, fps=1.0))),
     "GPU_MEMORY": ("RESOURCE_EXHAUSTED", ITEM),
     "NON_FINITE_OUTPUT": ("DATA_LOSS", ITEM),
 }
@@ -118,15 +124,46 @@ ITEMS = {
 @pytest.mark.parametrize("reason", ITEMS)
 async def test_an_item(reason: str) -> None:
     code, item = ITEMS[reason]
-    storing: dict[str, Any] = {"store_bytes": 32 << 20, "engine_class": SharingEngine} if reason == "NOT_CACHED" else {}
-    async with serving(max_item_tokens=16, **storing) as server:
+    settings: dict[str, Any] = {"NOT_CACHED": STORING, "UNIMPLEMENTED": {"modalities": "image"}}.get(reason, {})
+    async with serving(max_item_tokens=16, **settings) as server:
         if item is ITEM:
             server.engine.fail = {0: Failed(0, 0, reason, "told by the engine")}
         neighbour = raw_item(picture(16, 16, seed=1))
         answers = await collect(server.stub.Encode(pb.EncodeRequest(items=[item, neighbour])))
-    failed = answers[0].failed
+    assert_failed(answers[0], reason, code)
+    assert answers[1].finished is not None, "the neighbour"
+
+
+async def test_a_store_without_room() -> None:
+    async with serving(**STORING) as server:
+        assert isinstance(server.engine, SharingEngine)
+        server.engine.ledger.store.max_bytes = 4096  # a page: the rows of one of the two
+        request = pb.EncodeRequest(items=[ITEM, raw_item(picture(16, 16, seed=1))], delivery=HOLD)
+        answers = await collect(server.stub.Encode(request))
+    assert_failed(answers[1], "STORE_FULL", "RESOURCE_EXHAUSTED")
+
+
+async def test_a_reader_that_stalls() -> None:
+    narrow = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 64 << 10)]
+    async with serving(stream_stall_timeout=0.3, channel_options=narrow) as server:
+        large = pb.EncodeRequest(items=[raw_item(picture(1024, 1024))] * 2, dtype=pb.DTYPE_FLOAT32)
+        call = server.stub.Encode(large, metadata=(("x-request-id", "r-1"),))
+        await until(lambda: not server.engine.slots and bool(server.engine.released))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(call)
+    assert_status(caught.value, "SLOW_READER", Call("RESOURCE_EXHAUSTED", set()))
+
+
+def test_every_row_is_here() -> None:
+    assert {*CALLS, *ITEMS, "DRAINING", "INTERNAL", "STORE_FULL", "SLOW_READER"} == set(TABLE)
+
+
+def assert_failed(answer: Answer, reason: str, code: str) -> None:
+    """The item ends as its row says."""
+    failed = answer.failed
     assert failed is not None
+    assert failed.HasField("retry_after") is (TABLE[reason].retry_after is not None)
+    assert failed.message
     assert (grpc.StatusCode[code].value[0], reason) == (failed.code, failed.reason)
     assert not [word for word in INTERNALS if word in failed.message]
     assert failed.ByteSize() < MAX_TRAILER_BYTES
-    assert answers[1].finished is not None, "the neighbour"

@@ -35,7 +35,7 @@ def soak_with(rows: np.ndarray) -> tuple[Soak, Sample]:
 
 def embedding(array: np.ndarray) -> Embedding:
     plan = ItemPlan(Grid(1, 2, 2), 2, 8, 8, 4, (), (), (), 0.0)
-    return Embedding(array, 8, plan, b"", 0, (), Timings(0, 0, 0, 0, 0, 0), False, "")
+    return Embedding(array, 8, plan, b"", 0, (), Timings(0, 0, 0, 0, 0, 0), False, "", True)
 
 
 @pytest.mark.parametrize("change", [1.0001, np.nan, -1.0])

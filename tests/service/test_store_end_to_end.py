@@ -9,14 +9,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import opticnerve
 from opticnerve.errors import NotCachedError, StoreFullError
+from opticnerve_server.bench import hits
 from oracles import save_model
 from running_server import RunningServer, running
 
 CAT = Path(__file__).parents[2] / "deploy" / "demo" / "cat.png"
 STORE_BYTES = 1 << 20
+WIDTH = 384
+"""Numbers of a row."""
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +76,25 @@ def test_a_hit_takes_neither_the_decoder_nor_the_device(client: opticnerve.Clien
     assert hit.timings.preprocess == hit.timings.execute == 0 < miss.timings.execute
 
 
+def test_equal_bytes_of_another_shape_are_another_item(client: opticnerve.Client) -> None:
+    tall = np.full((256, 64, 3), 77, np.uint8)
+    [upright], [lying] = ([*client.encode([pixels])] for pixels in (tall, tall.reshape(64, 256, 3)))
+    assert upright.digest != lying.digest
+    assert (upright.grid.h, upright.grid.w) == (lying.grid.w, lying.grid.h)
+    assert not lying.store_hit
+    assert not np.array_equal(upright.array, lying.array)
+
+
+def test_a_file_that_has_changed_is_another_item(client: opticnerve.Client, tmp_path: Path) -> None:
+    file, crcs = tmp_path / "picture.png", []
+    for seed in (70, 71):
+        Image.fromarray(noise(seed)).save(file)
+        [embedding] = client.encode([file])
+        assert not embedding.store_hit
+        crcs.append(embedding.crc32)
+    assert crcs[0] != crcs[1]
+
+
 def test_held_rows_are_fetched_from_where_the_lease_says(client: opticnerve.Client) -> None:
     [held] = client.hold([noise(2)], ttl=30, reads=2)
     [expected] = client.encode([noise(2)])
@@ -105,3 +128,14 @@ def test_a_working_set_larger_than_the_store_goes_on(client: opticnerve.Client, 
         assert len(embeddings) == 16
     assert server.total("opticnerve_store_evictions_total") > evicted
     assert server.total("opticnerve_store_bytes") <= STORE_BYTES
+
+
+def test_the_bench_measures_hits_beside_misses(server: RunningServer) -> None:
+    before = server.total("opticnerve_dispatched_items_total")
+    seconds, row_bytes = hits.measure(server.address, [hits.jpeg(160, 224, seed) for seed in (1, 2)])
+    assert server.total("opticnerve_dispatched_items_total") == before + 3, "one image to connect, two misses"
+    assert [len(times) for times in seconds.values()] == [2, 2, 2]
+    assert row_bytes == (160 // 32) * (224 // 32) * WIDTH * 2
+    header, rule, *rows = hits.markdown({kind: [0.004, 0.001, 0.002] for kind in hits.CALLS}).splitlines()
+    assert header.count("|") == rule.count("|")
+    assert rows == [f"| {kind} | 2.00 | 4.00 | 1.0 |" for kind in hits.CALLS]

@@ -383,6 +383,21 @@ def test_a_killed_front_end_is_replaced(start: Callable[..., Server]) -> None:
     assert_nothing_left(server)
 
 
+def test_an_heir_begins_with_the_last_good_tokens(start: Callable[..., Server], tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text("old:old-token-0123456789\n")
+    server = start(frontends=1, auth_token_file=str(file))
+    server.ready()
+    file.write_text("new:new-token-0123456789\n")
+    server.event("changed files are used from now on")
+    file.write_text("broken")
+    os.kill(server.children()["0"], signal.SIGKILL)
+    eventually(lambda: server.has("1"))
+    [heir, *_] = [line for line in server.told.read_text().splitlines() if line.startswith("1 ")]
+    assert "['new']" in heir
+    assert server.health()["readiness"]
+
+
 def test_front_ends_that_keep_dying_end_the_server(start: Callable[..., Server]) -> None:
     server = start(frontends=1)
     server.ready()

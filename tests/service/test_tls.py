@@ -18,6 +18,8 @@ from opticnerve import AsyncClient, Tls
 from opticnerve import cli as client_cli
 from opticnerve.errors import ServerError
 from opticnerve_server import cli
+from opticnerve_server.config import Config
+from opticnerve_server.credentials import CredentialFiles
 from opticnerve_server.models.checkpoint import write_checkpoint
 from opticnerve_server.ports import split_address
 from running_server import running
@@ -125,6 +127,19 @@ async def test_rotation_without_a_restart(files: Files, tmp_path: Path, caplog: 
         await until(lambda: "are not used" in caplog.text)
         install(files.server, served)
         assert await shown(server.address, tls) == read(files.server.cert)
+
+
+async def test_a_front_end_that_starts_with_broken_files(files: Files, tmp_path: Path) -> None:
+    served = Issued(tmp_path / "cert", tmp_path / "key")
+    install(files.server, served)
+    settings = {"tls_cert": str(served.cert), "tls_key": str(served.key)}
+    good = CredentialFiles(Config(model="tiny", **settings)).last_good()
+    served.key.write_text("broken")
+    tls, young = Tls(files.ours.cert), files.ours.issue("later")
+    async with serving(tls=tls, good=good, **settings) as server:
+        assert await shown(server.address, tls) == read(files.server.cert)
+        install(young, served)
+        assert await shown(server.address, tls) == read(young.cert)
 
 
 async def shown(address: str, tls: Tls) -> str:

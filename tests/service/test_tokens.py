@@ -14,7 +14,11 @@ from fake_engine import SharingEngine
 from frontend_harness import Harness, collect, details_of, picture, raw_item, reason_of, serving
 from opticnerve.digests import digest_of
 from opticnerve.v1 import encoder_pb2 as pb
+from opticnerve_server.auth import watch_tokens
+from opticnerve_server.config import Config
+from opticnerve_server.credentials import CredentialFiles
 from opticnerve_server.metrics import REJECTED, REQUESTS, Rejection
+from opticnerve_server.settings import ConfigError
 
 RED, BLUE = "red-token-0123456789", "blue-token-0123456789"
 ITEM = raw_item(picture(16, 16))
@@ -119,3 +123,20 @@ async def test_rotation_without_a_restart(file: Path) -> None:
         assert reason_of(caught.value) == "TOKEN_INVALID"
         write(file, "broken")
         assert await encode(server, ITEM, young) == ("hit", "red"), "the last good tokens"
+
+
+async def test_a_front_end_that_starts_with_a_broken_file(file: Path) -> None:
+    good = CredentialFiles(Config(model="tiny", auth_token_file=str(file))).last_good()
+    assert repr(good) == "Credentials()", "they are secret"
+    write(file, "broken")
+    with pytest.raises(ConfigError, match="is not TENANT:TOKEN"):
+        watch_tokens(Config(model="tiny", auth_token_file=str(file)))
+    async with serving(
+        auth_token_file=str(file), store_bytes=32 << 20, engine_class=SharingEngine, good=good
+    ) as server:
+        assert await encode(server, ITEM, RED) == ("miss", "red")
+        write(file, "blue:blue-token-next-0123456789")
+        assert await encode(server, ITEM, "blue-token-next-0123456789") == ("miss", "blue")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await encode(server, ITEM, RED)
+        assert reason_of(caught.value) == "TOKEN_INVALID"

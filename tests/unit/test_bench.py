@@ -1,53 +1,37 @@
-"""The measurement of paths: what it runs, and the table that it prints; the times themselves are no test's."""
+"""The benches that need no device: what they print follows from what they measured."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import torch
 
-from fake_tower import FakeTower
-from opticnerve_server.bench import paths
-from opticnerve_server.models.base import ImageItem
-from opticnerve_server.models.checkpoint import write_checkpoint
-from opticnerve_server.types import Capacity
+from opticnerve_server import cli
+from opticnerve_server.bench.serve import Run, markdown
+from opticnerve_server.metrics import Stage
 
 
-def test_every_path_is_run_by_itself_on_exactly_its_batch() -> None:
-    tower = FakeTower(bands=2)
-    with torch.inference_mode():
-        rows = paths.measure(tower, ImageItem(16, 32), [1, 4], repeats=3)
-    assert [(row.path, row.images, row.units, row.rows) for row in rows] == [
-        ("main", 1, 32, 64),
-        ("main", 4, 128, 256),
-        ("side", 1, 2, 2),
-        ("side", 4, 8, 8),
-    ]
-    assert all(row.replay_ms > 0 and row.eager_ms > 0 for row in rows)
-    # A capture, then 2 warm-ups and 3 repeats of a replay, and as many eagerly: 128 units are rounded to themselves.
-    for path, capacity in (("main", Capacity(128, 4, 8, 32)), ("side", Capacity(8, 4, 4, 1))):
-        assert tower.forwards.count((path, capacity)) == 11
-    with torch.inference_mode():
-        assert {row.path for row in paths.measure(tower, ImageItem(16, 16), [1], repeats=1)} == {"main"}
+def test_preprocess_measures_every_size_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "preprocess", "--repeats", "1", "--sizes", "64x96", "640x320"]) == 0
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [(row[0], row[2]) for row in rows] == [("64x96", "70"), ("640x320", "200")]  # of 32 x 32 pixels
+    for row in rows:
+        *steps, whole = map(float, row[3:7])
+        assert all(ms >= 0 for ms in steps)
+        assert sum(steps) == pytest.approx(whole, abs=0.02)
 
 
-def test_the_command_prints_a_table_from_a_configuration_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_checkpoint("llama4", tmp_path / "tiny")
-    (tmp_path / "tiny" / "model.safetensors").unlink()
-    model = ["--model", str(tmp_path / "tiny"), "--device", "cpu", "--dtype", "float32"]
-    paths.main([*model, "--image", "100x200", "--images", "4", "1", "--repeats", "1"])
-    said, _, table = capsys.readouterr().out.partition("\n\n")
-    assert "an image of 100 x 200 pixels: 36 tokens (tile, global)" in said
-    header, rule, *rows = table.strip().splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (header, *rows)]
-    assert cells[0] == ["model", "path", "images", "units", "rows", "replay ms", "eager ms", "eager / replay"]
-    assert rule.count("|") == header.count("|")
-    assert [row[:5] for row in cells[1:]] == [
-        ["tiny", "default", "1", "9", "153"],
-        ["tiny", "default", "4", "36", "612"],
-    ]
-    for *_, replay, eager, ratio in cells[1:]:
-        assert float(ratio) == pytest.approx(float(eager) / float(replay), rel=0.05)
+def test_a_bench_that_does_not_exist_is_refused_with_those_that_do(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        cli.main(["bench", "towers"])
+    assert error.value.code == 2
+    assert "tower" in capsys.readouterr().err
+
+
+def test_the_tables_of_a_load() -> None:
+    stages = {stage: float(number) for number, stage in enumerate(Stage)}
+    common = {"calls": 9, "failed": 1, "tokens_s": 400.0, "megabytes_s": 3.3, "p50": 1.0, "p90": 2.0, "p99": 30.25}
+    runs = [Run(0.0, items_s=4.0, hit=1.0, padding=0.1, busy=0.99, stages=stages, **common)]
+    runs.append(Run(0.5, items_s=2.0, hit=0.25, padding=0.0, busy=0.5, stages=stages, **common))
+    first, second = markdown(runs).split("\n\n")
+    assert first.splitlines()[2] == "| saturated | 4.0 | 400 | 3.3 | 1.0 | 2.0 | 30.2 | 1 | 100% | 10% | 99% |"
+    assert first.splitlines()[3].startswith("| 50% | 2.0 |")
+    assert second.splitlines()[2] == "| saturated | 0.00 | 1.00 | 2.00 | 3.00 | 4.00 | 5.00 |"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
@@ -25,8 +27,9 @@ from fake_service import (
     serving,
     started,
 )
-from opticnerve import AsyncClient, Embedding, ProtocolError, ServerError, errors
+from opticnerve import AsyncClient, Digest, Embedding, ProtocolError, ServerError, errors
 from opticnerve.channel import Connection
+from opticnerve.retry import Patience
 from opticnerve.v1 import encoder_pb2 as pb
 
 ROWS = np.arange(48, dtype=np.float32).reshape(6, 8)
@@ -214,6 +217,45 @@ async def test_a_stream_that_breaks_behind_its_last_item_has_succeeded() -> None
     assert len(service.encode_requests) == 1
 
 
+async def test_a_stream_that_a_proxy_cuts_off_is_sent_again() -> None:
+    """gRPC says INTERNAL to it; an INTERNAL of a server has a reason, and is not tried again."""
+
+    class CutOff(FakeService):
+        async def Encode(self, request: pb.EncodeRequest, context: Any) -> AsyncIterator[pb.EncodeResponse]:
+            async for message in super().Encode(request, context):
+                yield message
+                if len(self.encode_requests) == 1:
+                    await context.abort(grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2")
+
+    service = CutOff(lambda request: answer_all(request))
+    async with serving(service) as address:
+        assert values(await encode(address, [b"\x01"])) == [1]
+    assert len(service.encode_requests) == 2
+
+    service = FakeService(lambda _: [Abort(grpc.StatusCode.INTERNAL, "INTERNAL")])
+    async with serving(service) as address:
+        with pytest.raises(errors.InternalError):
+            await encode(address, [b"x"])
+    assert len(service.encode_requests) == 1
+
+
+async def test_a_call_for_one_item_names_it() -> None:
+    """By the digest that the server computes, in every attempt; a call for several names none."""
+    abort = Abort(grpc.StatusCode.UNAVAILABLE, "DRAINING")
+    service = FakeService(lambda _: [abort], lambda request: [*answer_all(request, order=[0]), abort], answer_all)
+    digests = [hashlib.sha256(b"encoded_image\0" + data).digest() for data in (b"\x01", b"\x02")]
+    async with serving(service) as address, AsyncClient(address, timeout=10) as client:
+        assert values([embedding async for embedding in client.encode([b"\x01"])]) == [1]
+        assert values([embedding async for embedding in client.encode([b"\x01", b"\x02"])]) == [1, 2]
+        await client.release(digests[:1])
+        await client.release(digests)
+        with pytest.raises(ServerError):  # of the script, which knows no digests
+            await anext(client.encode([Digest(digests[1])]))
+    one, other = (digest.hex() for digest in digests)
+    assert service.digests[:2] == [one, one]
+    assert service.digests[2:] == [None, one, None, other]
+
+
 async def test_resends_are_bounded() -> None:
     def breaks(request: pb.EncodeRequest) -> list[Step]:
         return [started(0, ROWS), Abort(grpc.StatusCode.UNAVAILABLE, "GPU_FAULT", retry_after=0.01)]
@@ -286,6 +328,15 @@ async def test_a_deadline_of_a_ready_server_says_no_phase() -> None:
     async with serving(FakeService(lambda _: [Sleep(60)])) as address:
         with pytest.raises(errors.DeadlineExceededError, match=r"within 0\.5 s \(DEADLINE_EXCEEDED\)"):
             await encode(address, [b"x"], timeout=0.5)
+
+
+async def test_a_deadline_is_one_even_if_the_stream_breaks_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy, or the server, may end the call of a caller whose own timer is late."""
+    left = iter([10.0])
+    monkeypatch.setattr(Patience, "left", lambda _: next(left, 0.0))
+    async with serving(FakeService(lambda _: [Abort(grpc.StatusCode.UNKNOWN)])) as address:
+        with pytest.raises(errors.DeadlineExceededError, match="no complete answer within 10 s"):
+            await encode(address, [b"x"])
 
 
 async def test_without_waiting_a_server_that_is_not_ready_answers_why() -> None:

@@ -273,3 +273,32 @@ def test_a_call_of_the_most_items_fits_in_one_message() -> None:
     item = messages.ItemRequest(most, most, most, most, bytes(32))
     call = messages.Reserve(most, list(range(MAX_QUEUE_ITEMS)), [item] * MAX_QUEUE_ITEMS)
     assert len(messages.encode(call)) <= messages.MAX_MESSAGE_BYTES
+
+
+# --- SGLang
+
+FRONT = {"sglang_listen": "127.0.0.1:0", "sglang_version": "0.5.23"}
+
+
+def test_a_front_for_sglang_is_off_unless_it_is_asked_for() -> None:
+    config = load(MODEL, {}).config
+    assert (config.sglang_listen, config.sglang_grpc_listen, config.sglang_version) == (None, None, None)
+    assert config.sglang_receivers == "caller"
+    assert load(MODEL | FRONT | {"sglang_receivers": "10.0.0.0/8,fd00::/8"}, {}).config.sglang_version == "0.5.23"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"sglang_listen": "127.0.0.1:0"}, "sglang_listen is set without sglang_version: name the release"),
+        ({"sglang_grpc_listen": "127.0.0.1:0"}, "sglang_grpc_listen is set without sglang_version"),
+        (FRONT | {"sglang_version": "0.5.22"}, "write one of 0.5.23"),
+        (FRONT | {"auth_token_file": "tokens"}, "a way around auth_token_file"),
+        (FRONT | {"tls_cert": "a", "tls_key": "b"}, "a way around tls_cert"),
+        (FRONT | {"sglang_receivers": "10.0.0.1/8"}, "host bits set"),
+        (FRONT | {"sglang_receivers": "anyone"}, "anyone"),
+    ],
+)
+def test_a_front_for_sglang_that_would_not_do_what_is_meant(flags: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(MODEL | flags, {})

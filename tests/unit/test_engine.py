@@ -1,9 +1,13 @@
-"""The engine's sign of life follows the device, not the thread that sends it."""
+"""The engine's sign of life follows the device, not the thread that sends it; what its fingerprint is of."""
 
+import json
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -12,7 +16,9 @@ import pytest
 from opticnerve_server import messages
 from opticnerve_server.config import Config
 from opticnerve_server.engine import STUCK_S, Engine
+from opticnerve_server.loading import load
 from opticnerve_server.messages import Occupancy
+from opticnerve_server.models.checkpoint import write_checkpoint
 from opticnerve_server.runner import IDLE, Runner
 from opticnerve_server.slots import Arena
 
@@ -56,3 +62,38 @@ def test_the_sign_of_life_says_whether_the_device_works(pair: tuple[Engine, sock
     engine.runner = running(IDLE, works=False)
     engine._report()
     assert messages.decode(supervisor.recv(1024)) == Occupancy(0, 0, 0, works=False)
+
+
+def test_a_dead_thread_is_a_dead_process() -> None:
+    code = (
+        "import time\n"
+        "from opticnerve_server.engine import _thread\n"
+        "def dies(): raise RuntimeError('broken')\n"
+        "print(time.monotonic(), flush=True)\n"
+        "_thread(dies, 'finisher')\n"
+        "time.sleep(60)"
+    )
+    died = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    seconds = time.monotonic() - float(died.stdout)
+    assert died.returncode == 1
+    assert died.stderr.startswith("thread died")
+    assert seconds < 2.0
+
+
+def test_the_fingerprint_is_of_all_that_rows_depend_on(pair: tuple[Engine, socket.socket], tmp_path: Path) -> None:
+    engine, _ = pair
+    for name, seed in (("one", 0), ("other weights", 1), ("other processor", 0)):
+        write_checkpoint("qwen3_vl", tmp_path / name, seed)
+    file = tmp_path / "other processor" / "preprocessor_config.json"
+    processor = json.loads(file.read_text())
+    file.write_text(json.dumps(processor | {"size": processor["size"] | {"shortest_edge": 128 * 128}}))
+
+    def fingerprint(model: str, **settings: object) -> str:
+        engine.config = Config(model=str(tmp_path / model), device="cpu", **settings)  # type: ignore[arg-type]
+        return engine._ready(load(engine.config)).fingerprint
+
+    one = fingerprint("one")
+    others = [fingerprint("other weights"), fingerprint("other processor")]
+    others += [fingerprint("one", alpha_background="#000000"), fingerprint("one", dtype="bfloat16")]
+    assert len({one, *others}) == 5
+    assert fingerprint("one", max_image_pixels=1000, token_budgets="64") == one, "these change no row"

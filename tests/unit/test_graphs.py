@@ -147,6 +147,19 @@ def test_capture_goes_down_from_the_largest_and_the_choice_goes_up() -> None:
     assert graph.capacity.units == 20
 
 
+def test_two_thousand_sizes_take_no_graph_that_was_not_there_at_the_start() -> None:
+    tower = FakeTower()
+    graphs = manager(tower, cap=256)
+    captured, forwards = dict(graphs.paths["main"].graphs), len(tower.forwards)
+    chosen = [graphs.choose("main", Load(units, 1, 1, 2 * units)) for units in range(1, 2001)]
+    hits = [graph for graph in chosen if isinstance(graph, Graph)]
+    assert len(hits) == 256
+    assert all(graph is captured[graph.capacity] for graph in hits)
+    assert chosen[256:] == [Reason.TOO_MANY_TOKENS] * 1744
+    assert graphs.paths["main"].graphs == captured
+    assert len(tower.forwards) == forwards
+
+
 def test_the_self_test_tries_every_graph() -> None:
     graphs = manager(FakeTower(bands=3))
     tried: list[tuple[str, int]] = []

@@ -2,6 +2,9 @@
 
 import itertools
 import random
+import time
+
+import msgspec
 
 from opticnerve_server.ledger import Item, Ledger, Progress
 from opticnerve_server.messages import (
@@ -17,6 +20,7 @@ from opticnerve_server.messages import (
     Rows,
     Submit,
     TakeOver,
+    TooLate,
 )
 from opticnerve_server.slots import ALIGNMENT, SlotAllocator
 from opticnerve_server.types import ItemPlan
@@ -99,6 +103,64 @@ def test_each_resource_is_bounded() -> None:
 
 def test_a_call_larger_than_the_house_is_refused_for_good() -> None:
     assert refusal(ledger(items=3), reserve(1, 4)) == Refused(1, "items", 4, 3, retry_after=None)
+
+
+def paced(books: Ledger, batch_s: float) -> None:
+    """As if the device had worked at five full batches of two items of ten tokens, each prepared in no time."""
+    books.batches_hold(tokens=20, items=2)
+    for call in range(100, 105):
+        grants(books, reserve(call, 1))
+        encoded(books, call)
+        books.release(0, call, 0)
+        books.computed(batch_s)
+    assert_empty(books)
+
+
+def within(seconds: float, call: int, count: int = 1, **options: str) -> Reserve:
+    return msgspec.structs.replace(reserve(call, count), deadline=time.monotonic() + seconds, **options)
+
+
+def answer(books: Ledger, message: Reserve) -> type:
+    ((_, said),) = books.reserve(0, message)
+    return type(said)
+
+
+def test_what_cannot_be_there_by_its_deadline_is_refused() -> None:
+    books = ledger(items=100, pages=200)
+    assert answer(books, within(0.001, 1)) is Granted, "nothing is known yet"
+    books.release(0, 1, 0)
+    paced(books, batch_s=100.0)
+    assert answer(books, within(99, 2)) is TooLate
+    assert_empty(books)
+    assert answer(books, within(101, 3, 2)) is Granted
+    ((_, late),) = books.reserve(0, within(199, 4))
+    assert late == TooLate(4, 200.0, late.left_s)  # type: ignore[union-attr]
+    assert 198 < late.left_s <= 199  # type: ignore[union-attr]
+    assert answer(books, within(201, 5, 2)) is Granted
+    assert answer(books, within(301, 6, 3)) is TooLate, "its own items fill two batches more"
+    assert books.to_device(submitted(books, 3))
+    assert answer(books, within(201, 7)) is Granted, "the batch on the device may be over in a moment"
+
+
+def test_what_is_behind_a_call_does_not_make_it_late() -> None:
+    books = ledger(items=1000, pages=2000)
+    paced(books, batch_s=1.0)
+    for call, count in ((1, 2), (2, 40)):
+        assert answer(books, within(1000, call, count, tenant="a")) is Granted
+    assert answer(books, within(20, 3, tenant="a")) is TooLate
+    assert answer(books, within(2.5, 4, tenant="b")) is Granted, "it goes before the other tenant's second call"
+    assert answer(books, within(1.5, 5, tenant="b")) is TooLate, "but not before its first"
+
+
+def test_a_call_without_new_items_is_never_too_late() -> None:
+    books = ledger(store=8)
+    paced(books, batch_s=100.0)
+    assert grants(books, keyed(1, b"k")) == [GrantKind.ENCODE]
+    soon = time.monotonic() + 0.1
+    assert grants(books, keyed(2, b"k", fetch=True, deadline=soon)) == [GrantKind.WAIT]
+    assert grants(books, keyed(3, b"k", deadline=soon)) == [GrantKind.WAIT]
+    assert grants(books, keyed(4, b"held", hold=Hold(60.0, 0))) == [GrantKind.ENCODE]
+    assert answer(books, keyed(5, b"other", deadline=soon)) is TooLate
 
 
 def test_a_refused_call_takes_nothing() -> None:
@@ -447,7 +509,7 @@ def test_a_flood_of_one_tenant_leaves_room_for_another() -> None:
     assert sum(take(100 + call, "b") for call in range(50)) == 8
     for call in range(40):
         books.release(0, call, 0)
-    assert not books._used_by.keys() - {"b"}
+    assert not books._shares._used_by.keys() - {"b"}
     assert sum(take(200 + call, "a") for call in range(50)) > 20
     assert sum(take(300 + call, "") for call in range(50)) > 0
 

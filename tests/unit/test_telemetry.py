@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -75,3 +77,15 @@ def test_a_second_set_up_replaces_the_first() -> None:
     logging.getLogger().debug("never")
     assert first.getvalue() == ""
     assert len(second.getvalue().splitlines()) == 1
+
+
+def test_no_field_has_a_name_that_logging_refuses() -> None:
+    """A line with such a field raises KeyError where it should be written."""
+    taken = {*vars(logging.makeLogRecord({})), "message", "asctime"}
+    found = []
+    for path in Path(telemetry.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.keyword) and node.arg == "extra" and isinstance(node.value, ast.Dict):
+                found += [key.value for key in node.value.keys if isinstance(key, ast.Constant)]
+    assert len(found) > 20
+    assert not taken & set(found)

@@ -38,7 +38,7 @@ def embedding(
 ) -> Embedding:
     rows = np.random.default_rng(seed).standard_normal((of.tokens, HIDDEN * (1 + levels))).astype(dtype)
     timings = Timings(0, 0, 0, 0, 0, 0)
-    return replace(Embedding(rows, HIDDEN, of, DIGEST, 0, (), timings, False, "one"), **changes)
+    return replace(Embedding(rows, HIDDEN, of, DIGEST, 0, (), timings, False, "one", True), **changes)
 
 
 def held(of: ItemPlan, *, levels: int = 2, address: str = "10.0.0.1:50051") -> Held:

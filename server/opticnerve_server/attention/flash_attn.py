@@ -52,11 +52,10 @@ class FlashAttn:
         """See `AttentionBackend.attend`. The last tile of keys reaches behind the last segment: masked, but 0 x NaN is
         NaN, so those rows of k and v are zeroed, where they lie, before it reads them.
         """
-        kernels.clear_tail_(k, cu_k)
-        kernels.clear_tail_(v, cu_k)
+        kernels.clear_tail_(cu_k, k, v)
         out = self._function(
             q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k, causal=False
         )
         rows: torch.Tensor = out[0] if isinstance(out, tuple) else out
-        kernels.clear_tail_(rows, cu_q)
+        kernels.clear_tail_(cu_q, rows)
         return rows

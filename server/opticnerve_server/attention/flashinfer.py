@@ -63,7 +63,7 @@ class FlashInfer:
             is_cuda_graph_compatible=True,
             out=out,
         )
-        kernels.clear_tail_(out, cu_q)
+        kernels.clear_tail_(cu_q, out)
         return out
 
 

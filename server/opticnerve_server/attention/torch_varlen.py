@@ -36,5 +36,5 @@ class TorchVarlen:
         """See `AttentionBackend.attend`. The kernel leaves rows of no segment unwritten and never reads them."""
         out = _attend(q, k, v, cu_q, cu_k, max_q, max_k)
         assert isinstance(out, torch.Tensor)  # a pair only where more than the output is asked for
-        kernels.clear_tail_(out, cu_q)
+        kernels.clear_tail_(cu_q, out)
         return out

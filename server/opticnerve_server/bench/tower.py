@@ -91,7 +91,7 @@ def build(
     attention, reason = resolve(backend, device, dtype, config.head_dim)
     print(f"attention: {attention.name}, {reason}")
     reason = kernels.choose(between, device)
-    print(f"kernels: {kernels.chosen()}, {reason}")
+    print(f"kernels: {kernels.chosen(device)}, {reason}")
     return cls(config, planner, tensors, attention), tensors, source
 
 
@@ -186,7 +186,7 @@ def measure_reference(
     return round(median, 3), run(pixel_values, grid).cpu()
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="preset:qwen3-vl-8b", help="preset:NAME or a directory with config.json")
@@ -199,7 +199,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--transformers", action="store_true", help="also run transformers' vision model")
     parser.add_argument("--json", help="write the table to this file")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     device = torch.device(options.device)
     with torch.inference_mode():
         table = run_table(options, device, getattr(torch, options.dtype))

@@ -99,15 +99,15 @@ def add_rms_norm(
     return _add_norm(x, delta, scale, weight, None, eps)
 
 
-@triton.jit(do_not_specialize=["repeat"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["total", "repeat"])  # type: ignore[untyped-decorator]
 def _rotate(  # type: ignore[no-untyped-def]
-    qkv, turns, repeat, STRIDE: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr
+    qkv, turns, total, repeat, STRIDE: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program turns BLOCK pairs of a row, which has PAIRS, HALF of them a head."""
-    row = tl.program_id(0)
-    numbers = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
-    inside = numbers < 2 * PAIRS
-    address = qkv + row.to(tl.int64) * STRIDE + numbers
+    """One program turns BLOCK pairs of the `total` of all rows, of which a row has PAIRS and a head HALF."""
+    numbers = tl.program_id(0) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
+    row = numbers // (2 * PAIRS)
+    inside = numbers < 2 * total
+    address = qkv + row.to(tl.int64) * STRIDE + numbers % (2 * PAIRS)
     turn = turns + (row % repeat) * 2 * HALF + numbers % (2 * HALF)
     a, b = tl.split(tl.reshape(tl.load(address, inside, 0).to(tl.float32), (BLOCK, 2)))
     cosine, sine = tl.split(tl.reshape(tl.load(turn, inside, 0), (BLOCK, 2)))
@@ -117,10 +117,12 @@ def _rotate(  # type: ignore[no-untyped-def]
 
 def rotate_(qkv: torch.Tensor, turns: torch.Tensor) -> None:
     rows, _, heads, head_dim = qkv.shape
-    pairs, block = heads * head_dim, 256
-    _rotate[(rows, triton.cdiv(pairs, block))](
+    pairs = heads * head_dim
+    total, block = _counted(2 * rows * pairs) // 2, _ELEMENTS // 2
+    _rotate[(triton.cdiv(total, block),)](
         qkv,
         torch.view_as_real(turns),
+        total,
         turns.shape[0],
         STRIDE=qkv.stride(0),
         PAIRS=pairs,
@@ -150,7 +152,7 @@ def gated(gate_up: torch.Tensor, inner: int) -> torch.Tensor:
 
 @triton.jit(do_not_specialize=["total"])  # type: ignore[untyped-decorator]
 def _quick_gelu(x, out, total, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = number < total
     value = tl.load(x + number, inside, 0).to(tl.float32)
     tl.store(out + number, (value * tl.sigmoid(1.702 * value)).to(out.dtype.element_ty), inside)
@@ -158,7 +160,7 @@ def _quick_gelu(x, out, total, BLOCK: tl.constexpr):  # type: ignore[no-untyped-
 
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
     x = x.contiguous()
-    out, total = torch.empty_like(x), _counted(x.numel())
+    out, total = torch.empty_like(x), x.numel()
     _quick_gelu[(triton.cdiv(total, _ELEMENTS),)](x, out, total, BLOCK=_ELEMENTS)
     return out
 
@@ -215,23 +217,32 @@ def patches(
 
 
 @triton.jit(do_not_specialize=["last", "rows"])  # type: ignore[untyped-decorator]
-def _clear_tail(x, cu, last, rows, STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, HEAD: tl.constexpr,  # type: ignore[no-untyped-def]
-                WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+def _clear_tail(  # type: ignore[no-untyped-def]
+    x, y, cu, last, rows, STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, TWO: tl.constexpr,
+):  # fmt: skip
     """One program looks after ROWS rows, and has nothing to do before the last offset."""
     end = tl.load(cu + last)
     first = tl.program_id(0) * ROWS
     column = tl.arange(0, BLOCK)
     place = column // HEAD * HEAD_STRIDE + column % HEAD
+    nothing = tl.zeros((BLOCK,), x.dtype.element_ty)
     for row in range(tl.maximum(first, end), tl.minimum(first + ROWS, rows)):
-        address = x + tl.cast(row, tl.int64) * STRIDE + place
-        tl.store(address, tl.zeros((BLOCK,), x.dtype.element_ty), column < WIDTH)
+        address = tl.cast(row, tl.int64) * STRIDE + place
+        tl.store(x + address, nothing, column < WIDTH)
+        if TWO:
+            tl.store(y + address, nothing, column < WIDTH)
 
 
-def clear_tail_(rows: torch.Tensor, cu: torch.Tensor) -> None:
+def clear_tail_(cu: torch.Tensor, rows: torch.Tensor, more: torch.Tensor | None = None) -> None:
+    if more is not None and more.stride() != rows.stride():
+        clear_tail_(cu, more)
+        more = None
     count, heads, head_dim = rows.shape
     width, each = heads * head_dim, 16
     _clear_tail[(triton.cdiv(count, each),)](
         rows,
+        rows if more is None else more,
         cu,
         len(cu) - 1,
         count,
@@ -241,4 +252,54 @@ def clear_tail_(rows: torch.Tensor, cu: torch.Tensor) -> None:
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
         ROWS=each,
+        TWO=more is not None,
     )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_taps(  # type: ignore[no-untyped-def]
+    x, table, taps, weights, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TAPS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    position = tl.zeros((BLOCK,), tl.float32)
+    for tap in tl.static_range(TAPS):
+        place = tl.load(taps + row * TAPS + tap).to(tl.int64)
+        position += tl.load(weights + row * TAPS + tap) * tl.load(table + place * WIDTH + column, inside, 0)
+    dtype = out.dtype.element_ty
+    value = tl.load(x + row * WIDTH + column, inside, 0).to(tl.float32) + position.to(dtype).to(tl.float32)
+    tl.store(out + row * WIDTH + column, value.to(dtype), inside)
+
+
+def add_taps(x: torch.Tensor, table: torch.Tensor, taps: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    out, width = torch.empty_like(x), x.shape[1]
+    block = triton.next_power_of_2(width)
+    _add_taps[(x.shape[0],)](x, table, taps, weights, out, WIDTH=width, BLOCK=block, TAPS=taps.shape[1])
+    return out
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gather(source, index, out, peaks, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.load(index + row).to(tl.int64)
+    peak = tl.zeros((BLOCK,), tl.float32)
+    strange = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, WIDTH, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < WIDTH
+        stored = tl.load(source + place * WIDTH + column, inside, 0)
+        tl.store(out + row * WIDTH + column, stored, inside)
+        value = stored.to(tl.float32)
+        peak = tl.maximum(peak, tl.abs(value))
+        strange |= (value != value).to(tl.int32)
+    tl.store(peaks + row, tl.where(tl.max(strange) > 0, float("nan"), tl.max(peak)))
+
+
+def gather(source: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    width = source.shape[1]
+    peaks = torch.empty(len(index), dtype=torch.float32, device=source.device)
+    if len(index):
+        block = min(4096, triton.next_power_of_2(width))
+        _gather[(len(index),)](source, index, out, peaks, WIDTH=width, BLOCK=block)
+    return peaks

@@ -62,6 +62,18 @@ def patches(
     return ((levels - mean) / std).to(dtype).view(len(origin), -1)
 
 
-def clear_tail_(rows: torch.Tensor, cu: torch.Tensor) -> None:
+def clear_tail_(cu: torch.Tensor, rows: torch.Tensor, more: torch.Tensor | None = None) -> None:
     tail = torch.arange(rows.shape[0], dtype=torch.int32, device=cu.device) >= cu[-1]
-    rows.masked_fill_(tail[:, None, None], 0)
+    for tensor in (rows,) if more is None else (rows, more):
+        tensor.masked_fill_(tail[:, None, None], 0)
+
+
+def add_taps(x: torch.Tensor, table: torch.Tensor, taps: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return x + F.embedding_bag(taps, table, mode="sum", per_sample_weights=weights).to(x.dtype)
+
+
+def gather(source: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    torch.index_select(source, 0, index, out=out)
+    # Both ends in one pass; unlike a maximum of magnitudes it needs no second copy of the rows.
+    low, high = torch.aminmax(out, dim=1)
+    return torch.maximum(-low, high).float()

@@ -135,7 +135,7 @@ class Glm4vTower(GridTower):
     def forward(self, path: str, buffers: Mapping[str, torch.Tensor], capacity: Capacity) -> torch.Tensor:
         """See `base.Tower.forward`: [units, out_hidden_size]."""
         x = self.patch_norm(self.patch_embed(buffers))
-        x = x + self.positions(buffers).to(x.dtype)
+        x = self.positions(x, buffers)
         turns = self.rope.turns(buffers["position"])
         segments = Segments(buffers["cu_frames"], capacity.longest)
         x, delta = through(self.blocks, x, turns, segments)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from .. import kernels
 from ..attention.base import AttentionBackend
 from ..types import Capacity
 from .base import BufferSpec
@@ -172,9 +173,7 @@ class Qwen3VLTower(GridTower):
     def forward(self, path: str, buffers: Mapping[str, torch.Tensor], capacity: Capacity) -> torch.Tensor:
         """See `base.Tower.forward`: [units, out_hidden_size x (1 + levels)]."""
         x = self.patch_embed(buffers)
-        taps, weights = buffers["taps"], buffers["weights"]
-        position = F.embedding_bag(taps, self.position_table, mode="sum", per_sample_weights=weights)
-        x = x + position.to(x.dtype)
+        x = kernels.add_taps(x, self.position_table, buffers["taps"], buffers["weights"])
         turns = self.rope.turns(buffers["position"])
         segments = Segments(buffers["cu_frames"], capacity.longest)
         levels, delta = [], None

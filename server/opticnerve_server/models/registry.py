@@ -204,7 +204,7 @@ def build_tower(
     tensors = open_tensors(source.directory, cls.prefixes, load_format=load_format, device=placed, dtype=chosen)
     tower: Tower = cls(config, planner, tensors, backend)
     reasons = {"device": device_reason, "dtype": dtype_reason, "attention_backend": backend_reason}
-    reasons["kernels"] = f"{between.chosen()}: {kernels_reason}"
+    reasons["kernels"] = f"{between.chosen(placed)}: {kernels_reason}"
     digest = tensors.finish()
     return LoadedTower(tower, digest, backend.name, backend.launches_by_segments, reasons, tensors.count)
 

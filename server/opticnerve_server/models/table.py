@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 
+from .. import kernels
 from .base import BufferSpec
 
 
@@ -34,12 +34,12 @@ class TablePositions:
             for buffer, name in (("taps", "tap"), ("weights", "weight"))
         }
 
-    def __call__(self, buffers: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """float32 [rows, width]: 16 rows of the table each, 4 along either side."""
+    def __call__(self, x: torch.Tensor, buffers: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """`x` [rows, width] with its positions: 16 lines of the table each, 4 along either side."""
         taps, weights = buffers["taps"], buffers["weights"]
         cells = (taps[:, 0, :, None] * self.side + taps[:, 1, None, :]).flatten(1)
         products = (weights[:, 0, :, None] * weights[:, 1, None, :]).flatten(1)
-        return F.embedding_bag(cells, self.table, mode="sum", per_sample_weights=products)
+        return kernels.add_taps(x, self.table, cells, products)
 
 
 INTERPOLATION = np.dtype([("tap", np.int32, 4), ("weight", np.float32, 4)])

@@ -30,6 +30,29 @@ def stored_name(name: str, prefixes: Mapping[str, str]) -> str:
     return next(prefix + name.removeprefix(own) for prefix, own in prefixes.items() if name.startswith(own))
 
 
+def own_name(stored: str, prefixes: Mapping[str, str]) -> str | None:
+    """What the tower calls a tensor of a checkpoint; None if it is not the tower's. See `open_tensors`."""
+    bare = stored.removeprefix(MODEL)
+    return next((own + bare.removeprefix(p) for p, own in prefixes.items() if bare.startswith(p)), None)
+
+
+def tower_shards(directory: Path, prefixes: Mapping[str, str]) -> list[str] | None:
+    """Files that the index of a checkpoint names for the tower's tensors; None without an index. Raises ModelError."""
+    index = read_index(directory)
+    return None if index is None else sorted({file for name, file in index.items() if own_name(name, prefixes)})
+
+
+def read_index(directory: Path) -> dict[str, str] | None:
+    """The file of every tensor by its name, of a checkpoint with an index. Raises ModelError."""
+    index = directory / INDEX
+    if not index.is_file():
+        return None
+    try:
+        return {str(name): str(file) for name, file in json.loads(index.read_text())["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index}: cannot read weight_map: {error!r}; download the file again") from error
+
+
 class TensorSource(Protocol):
     """Hands out each tensor once. One thread."""
 
@@ -86,7 +109,7 @@ class CheckpointTensors:
         self._left: dict[str, tuple[str, Path]] = {}  # by the tower's name: name in the file, file
         self._digests: dict[str, str] = {}
         for stored, path in self._list():
-            name = self._name(stored)
+            name = own_name(stored, prefixes)
             if name is None:
                 continue
             if name in self._left:
@@ -135,20 +158,11 @@ class CheckpointTensors:
             )
         return _combine(self._digests)
 
-    def _name(self, stored: str) -> str | None:
-        """The tower's name of a stored tensor; None if it is not the tower's."""
-        bare = stored.removeprefix(MODEL)
-        return next((own + bare.removeprefix(p) for p, own in self._prefixes.items() if bare.startswith(p)), None)
-
     def _list(self) -> list[tuple[str, Path]]:
         """Every tensor of the checkpoint and its file."""
-        index = self.directory / INDEX
-        if index.is_file():
-            try:
-                files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-                return [(name, self.directory / file) for name, file in files.items()]
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ModelError(f"{index}: cannot read weight_map: {error!r}; download the file again") from error
+        index = read_index(self.directory)
+        if index is not None:
+            return [(name, self.directory / file) for name, file in index.items()]
         paths = sorted(self.directory.glob("*.safetensors"))
         if not paths:
             raise ModelError(f"{self.directory}: no *.safetensors file; use --load-format dummy for random weights")
