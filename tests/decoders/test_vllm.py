@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import opticnerve
 from opticnerve.integrations.vllm import Reference
-from whole_vllm import PROMPTS, RATE, Alone, Answer, HttpError, Pair, WholeVllm, pixels, video_frames
+from whole_vllm import (
+    PROMPTS,
+    RATE,
+    Alone,
+    Answer,
+    HttpError,
+    Pair,
+    WholeVllm,
+    connector_flags,
+    pixels,
+    video_frames,
+    whole_vllm,
+)
 
 
 def assert_same(found: Answer, expected: Answer) -> None:
@@ -101,3 +114,13 @@ def test_wrong_rows_never_reach_the_engine(pair: Pair, alone: Alone, vllm: Whole
             vllm.chat(**wrong)
         assert caught.value.status >= 400
         assert_same(vllm.chat([pixels(pair.files[0])]), alone.pixels[0])
+
+
+def test_two_ranks_share_one_fetch(pair: Pair, alone: Alone, vllm_python: Path, tmp_path: Path) -> None:
+    flags = connector_flags(pair.service.address, networks=["127.0.0.0/8"])
+    with whole_vllm(vllm_python, pair.model, tmp_path / "log", "--tensor-parallel-size", "2", *flags) as vllm:
+        request = pair.by_reference([3])
+        before = pair.calls()
+        assert_same(vllm.chat(**request), vllm.chat([pixels(pair.files[3])]))
+        assert pair.calls() - before == 1
+        assert_same(vllm.chat(**pair.by_reference([0])), alone.pixels[0])
