@@ -25,7 +25,9 @@ from .types import Phase
 HealthServicer: TypeAlias = health_aio.HealthServicer
 """The stock servicer for asyncio, whose Watch stays open."""
 
-MAX_STREAMS_MARGIN = 64
+MAX_STREAMS = 512
+"""Calls of one connection. What comes beyond is reset by gRPC, and reads UNAVAILABLE: admission is to be full before.
+From 1000 waiting calls on gRPC cancels those of others too: one connection alone must stay well below."""
 
 
 def server_options(config: Config) -> list[tuple[str, int]]:
@@ -33,11 +35,7 @@ def server_options(config: Config) -> list[tuple[str, int]]:
     return [
         ("grpc.so_reuseport", 1),  # the front-ends share one port
         ("grpc.max_receive_message_length", config.max_request_bytes),
-        # A call has an item or more: within the margin what exceeds the queue is refused, the rest waits in clients.
-        ("grpc.max_concurrent_streams", config.max_queue_items + MAX_STREAMS_MARGIN),
-        # On, gRPC counts calls until they are destroyed: it resets streams of clients that keep to the limit, and those
-        # read UNAVAILABLE instead of QUEUE_FULL. Measured: callers that reset at once take no more memory with it off.
-        ("grpc.http.overload_protection", 0),
+        ("grpc.max_concurrent_streams", MAX_STREAMS),
         ("grpc.keepalive_time_ms", 60_000),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.keepalive_permit_without_calls", 1),

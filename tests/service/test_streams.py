@@ -17,7 +17,7 @@ from opticnerve.v1 import encoder_pb2 as pb
 from opticnerve_server import messages
 from opticnerve_server.messages import Refused, Reserve
 
-QUEUE, CALLS = 8, 600
+QUEUE, CALLS = 8, 500
 REQUEST = pb.EncodeRequest(items=[raw_item(picture(16, 16))])
 
 RESETS, AT_ONCE = 20_000, 50

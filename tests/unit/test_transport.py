@@ -10,8 +10,7 @@ def test_options() -> None:
     assert dict(server_options(Config(model="tiny", max_request_bytes=7 << 20, max_queue_items=10))) == {
         "grpc.so_reuseport": 1,
         "grpc.max_receive_message_length": 7 << 20,
-        "grpc.max_concurrent_streams": 74,
-        "grpc.http.overload_protection": 0,
+        "grpc.max_concurrent_streams": 512,
         "grpc.keepalive_time_ms": 60_000,
         "grpc.keepalive_timeout_ms": 20_000,
         "grpc.keepalive_permit_without_calls": 1,
