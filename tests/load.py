@@ -104,8 +104,7 @@ def stall(address: str) -> None:
     # By itself gRPC widens its window with what it measures, until it holds what nobody reads.
     narrow = [*NO_RETRIES, ("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 64 << 10)]
     image = pb.RawImage(height=1024, width=1024, data=bytes(3 << 20))
-    items = [pb.Item(raw_image=image)] * 12  # more rows than the buffers of a socket take
-    request = pb.EncodeRequest(items=items, dtype=pb.DTYPE_FLOAT32)
+    request = pb.EncodeRequest(items=[pb.Item(raw_image=image)] * 6, dtype=pb.DTYPE_FLOAT32)
     with grpc.insecure_channel(address, options=narrow) as channel:
         next(pb_grpc.EncoderServiceStub(channel).Encode(request))
         print("reading", flush=True)
