@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -143,7 +144,10 @@ class RunningServer:
             for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
             if (fields := line.split())[1].endswith(port) and fields[3] == established
         }
-        files = [os.readlink(file) for file in Path(f"/proc/{frontend}/fd").iterdir()]
+        files = []
+        for file in Path(f"/proc/{frontend}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+                files.append(os.readlink(file))
         return sum(file.removeprefix("socket:[").removesuffix("]") in inodes for file in files)
 
     def exit_code(self) -> int:

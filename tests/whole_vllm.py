@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image
 
 import opticnerve
@@ -174,10 +175,31 @@ def image_files(architecture: str) -> list[bytes]:
     files = []
     for seed, (height, width) in enumerate(SIZES):
         array = np.random.default_rng(seed).integers(0, 256, (height * side, width * side, 3), dtype=np.uint8)
-        file = io.BytesIO()
-        Image.fromarray(array).save(file, "PNG")
-        files.append(file.getvalue())
+        files.append(png(array))
     return files
+
+
+RATE = 4.0
+"""Frames of a video in a second."""
+
+
+def video_frames(architecture: str) -> npt.NDArray[np.uint8]:
+    """Six frames of 4 x 5 tokens."""
+    side = 2 * PATCH[architecture]
+    return np.random.default_rng(5).integers(0, 256, (6, 4 * side, 5 * side, 3), dtype=np.uint8)
+
+
+def video_pixels(architecture: str) -> dict[str, Any]:
+    """What `chat` takes to send them to vLLM: its list of JPEG frames, which takes PNG as well."""
+    files = [base64.b64encode(png(frame)).decode() for frame in video_frames(architecture)]
+    part = {"type": "video_url", "video_url": {"url": f"data:video/jpeg;base64,{','.join(files)}"}}
+    return {"parts": [part], "media_io_kwargs": {"video": {"fps": RATE, "num_frames": -1}}}
+
+
+def png(array: npt.NDArray[np.uint8]) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(array).save(file, "PNG")
+    return file.getvalue()
 
 
 @dataclass(frozen=True)
@@ -213,3 +235,4 @@ class Alone:
     pixels: list[Answer]
     inline: list[Answer]
     photograph: Answer
+    video: Answer

@@ -22,6 +22,7 @@ from whole_vllm import (
     connector_flags,
     image_files,
     pixels,
+    video_pixels,
     whole_vllm,
 )
 
@@ -49,11 +50,12 @@ def pair(request: pytest.FixtureRequest, vllm_python: Path, tmp_path_factory: py
 @pytest.fixture(scope="session")
 def alone(pair: Pair, vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Alone:
     log = tmp_path_factory.mktemp("alone") / "log"
-    with whole_vllm(vllm_python, pair.model, log, "--enable-mm-embeds") as vllm:
+    with whole_vllm(vllm_python, pair.model, log, "--enable-mm-embeds", "--trust-request-mm-kwargs") as vllm:
         return Alone(
             [vllm.chat([pixels(pair.files[index]) for index in images]) for images in PROMPTS],
             [vllm.chat(pair.inline(images)) for images in PROMPTS],
             vllm.chat([pixels(PHOTOGRAPH.read_bytes(), "jpeg")]),
+            vllm.chat(**video_pixels(pair.architecture)),
         )
 
 

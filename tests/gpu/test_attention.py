@@ -10,7 +10,12 @@ import torch
 from opticnerve_server import attention
 from opticnerve_server.attention.base import AttentionBackend
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # What flash-attn-4 imports warns of itself.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),
+]
 
 HEADS = 16
 LENGTHS = [[576], [64, 4, 16, 400, 1], [64] * 37, [3, 0, 0, 260], [0, 0]]

@@ -26,6 +26,25 @@ def test_a_bench_that_does_not_exist_is_refused_with_those_that_do(capsys: pytes
     assert "tower" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("bench", ["paths", "serve", "preprocess", "hits"])
+@pytest.mark.parametrize("written", ["480", "480x", "0x640", "480x-640", "axb"])
+def test_what_is_no_size_is_refused_with_how_to_write_one(
+    bench: str, written: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    option = "--sizes" if bench in ("serve", "preprocess") else "--image"
+    with pytest.raises(SystemExit) as error:
+        cli.main(["bench", bench, option, written])
+    assert error.value.code == 2
+    assert f"'{written}' is no size: write height x width in pixels, such as 480x640" in capsys.readouterr().err
+
+
+def test_a_load_on_a_model_that_is_not_there_is_refused_before_any_server_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["bench", "serve", "--model", "/nowhere"]) == 2
+    assert "/nowhere" in capsys.readouterr().err
+
+
 def test_the_tables_of_a_load() -> None:
     stages = {stage: float(number) for number, stage in enumerate(Stage)}
     common = {"calls": 9, "failed": 1, "tokens_s": 400.0, "megabytes_s": 3.3, "p50": 1.0, "p90": 2.0, "p99": 30.25}

@@ -9,32 +9,18 @@ neither decodes nor encodes), and as its digest alone. A time ends when the clie
 from __future__ import annotations
 
 import argparse
-import io
 import statistics
 import time
 from collections.abc import Sequence
-
-import numpy as np
-from PIL import Image
 
 import opticnerve
 from opticnerve import Digest, Embedding
 
 from ..config import Config
 from ..local import LocalServer
+from .images import jpeg, size
 
 CALLS = ("miss", "hit", "digest")
-
-
-def jpeg(height: int, width: int, seed: int) -> bytes:
-    """An image with structure of a few sizes, so that it has about as many bytes as a photograph."""
-    random, pixels = np.random.default_rng(seed), np.zeros((height, width, 3))
-    for side in (4, 16, 64, 256):
-        coarse = random.integers(0, 256, (side, side, 3), np.uint8)
-        pixels += np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), np.float64) / 4
-    file = io.BytesIO()
-    Image.fromarray(pixels.astype(np.uint8)).save(file, "JPEG", quality=85)
-    return file.getvalue()
 
 
 def timed(client: opticnerve.Client, item: bytes | Digest) -> tuple[float, Embedding]:
@@ -74,10 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="preset:NAME, for random weights, or a checkpoint directory")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--image", default="1080x1920", metavar="HEIGHTxWIDTH")
+    parser.add_argument("--image", default=(1080, 1920), type=size, metavar="HEIGHTxWIDTH")
     parser.add_argument("--images", default=50, type=int, metavar="N")
     options = parser.parse_args(arguments)
-    height, width = map(int, options.image.split("x"))
+    height, width = options.image
     images = [jpeg(height, width, seed) for seed in range(options.images)]
     load_format = "dummy" if options.model.startswith("preset:") else "safetensors"
     with LocalServer(Config(model=options.model, device=options.device, load_format=load_format)) as server:

@@ -23,6 +23,7 @@ from ..graphs import GraphManager, eager_capacity
 from ..models.base import ImageItem, Tower
 from ..selftest import write_batch
 from ..types import Capacity, ItemPlan, Load
+from .images import size
 from .tower import build, median_ms
 
 
@@ -80,24 +81,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--kernels", default="auto", choices=kernels.NAMES)
-    parser.add_argument("--image", default=ImageItem(672, 672), type=_image, metavar="HEIGHTxWIDTH")
+    parser.add_argument("--image", default=(672, 672), type=size, metavar="HEIGHTxWIDTH")
     parser.add_argument("--images", default=[1, 4, 16], type=int, nargs="+", metavar="N", help="how many in a batch")
     parser.add_argument("--repeats", default=30, type=int, metavar="N", help="whose median is taken")
     options = parser.parse_args(arguments)
-    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+    device, dtype, image = torch.device(options.device), getattr(torch, options.dtype), ImageItem(*options.image)
     with torch.inference_mode():
         tower, _, source = build(options.model, device, dtype, options.attention_backend, options.kernels)
-        rows = measure(tower, options.image, options.images, options.repeats)
+        rows = measure(tower, image, options.images, options.repeats)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    spans = ", ".join(dict.fromkeys(span.kind for span in tower.planner.plan(options.image).spans))
-    print(f"{name}, torch {torch.__version__}, {options.dtype}; an image of {options.image.height} x ", end="")
-    print(f"{options.image.width} pixels: {tower.planner.plan(options.image).tokens} tokens ({spans})\n")
+    spans = ", ".join(dict.fromkeys(span.kind for span in tower.planner.plan(image).spans))
+    print(f"{name}, torch {torch.__version__}, {options.dtype}; an image of {image.height} x ", end="")
+    print(f"{image.width} pixels: {tower.planner.plan(image).tokens} tokens ({spans})\n")
     print(markdown(source.name, rows))
-
-
-def _image(text: str) -> ImageItem:
-    height, _, width = text.partition("x")
-    return ImageItem(int(height), int(width))
 
 
 def _tight(load: Load) -> Capacity:

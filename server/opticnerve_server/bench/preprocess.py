@@ -22,7 +22,7 @@ from opticnerve.v1 import encoder_pb2 as pb
 from ..media.decode import decode
 from ..models import registry
 from ..models.base import ImageItem, Planner
-from .hits import jpeg
+from .images import jpeg, size
 from .tower import median_ms
 
 MAX_PIXELS = 1 << 28
@@ -36,19 +36,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", default="preset:qwen3-vl-8b", help="preset:NAME or a directory with config.json")
-    parser.add_argument("--sizes", nargs="+", default=["336x336", "672x672", "1080x1920", "3024x4032"], metavar="HxW")
+    sizes = [(336, 336), (672, 672), (1080, 1920), (3024, 4032)]
+    parser.add_argument("--sizes", nargs="+", default=sizes, type=size, metavar="HEIGHTxWIDTH")
     parser.add_argument("--repeats", type=int, default=20, metavar="N", help="whose median is taken. Default 20")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     planner = registry.build_planner(registry.open_model(options.model, "dummy"))
     print("| JPEG | kB | tokens | decode ms | resize ms | hash ms | together | images/s a core |")
     print("|---|---|---|---|---|---|---|---|")
-    for size in options.sizes:
-        height, width = map(int, size.split("x"))
+    for height, width in options.sizes:
         data = jpeg(height, width, 0)
         tokens, took = measure(planner, data, options.repeats)
         shown = " | ".join(f"{ms:.2f}" for ms in (*took, sum(took)))
-        print(f"| {size} | {len(data) / 1e3:.0f} | {tokens} | {shown} | {1e3 / sum(took):.0f} |", flush=True)
+        print(f"| {height}x{width} | {len(data) / 1e3:.0f} | {tokens} | {shown} | {1e3 / sum(took):.0f} |", flush=True)
 
 
 def measure(planner: Planner, data: bytes, repeats: int) -> tuple[int, list[float]]:

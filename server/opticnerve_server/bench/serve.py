@@ -30,8 +30,9 @@ import opticnerve
 from ..config import Config, load
 from ..local import LocalServer
 from ..metrics import Stage
+from ..models import registry
 from ..settings import add_flags
-from .hits import jpeg
+from .images import jpeg, size
 
 IMAGES = 32
 """Different images of each size; the server has no store, so that none is remembered."""
@@ -177,7 +178,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--sizes", nargs="+", default=["336x336"], metavar="HEIGHTxWIDTH", help="drawn alike")
+    parser.add_argument(
+        "--sizes", nargs="+", default=[(336, 336)], type=size, metavar="HEIGHTxWIDTH", help="drawn alike"
+    )
     parser.add_argument("--items", type=int, default=1, metavar="N", help="images of a call. Default 1")
     parser.add_argument("--loads", nargs="*", type=float, default=[0.2, 0.5, 0.8], help="shares of the capacity")
     parser.add_argument("--seconds", type=float, default=10.0, metavar="S", help="of each run. Default 10")
@@ -188,8 +191,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     given = {field.name: getattr(options, field.name) for field in fields(Config) if hasattr(options, field.name)}
     config = replace(load(given, os.environ).config, store_bytes=0)
-    sides = [tuple(map(int, size.split("x"))) for size in options.sizes]
-    images = [jpeg(height, width, seed) for height, width in sides for seed in range(IMAGES)]
+    registry.open_model(config.model, config.load_format, projector=config.projector)  # the cheapest mistakes first
+    images = [jpeg(height, width, seed) for height, width in options.sizes for seed in range(IMAGES)]
     runs: list[Run] = []
     context = multiprocessing.get_context("spawn")
     with LocalServer(config) as server, ProcessPoolExecutor(options.processes, context) as pool:
@@ -198,9 +201,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rate = share * runs[0].items_s / options.items if runs else 0.0
             print(f"\r{len(runs)} of {1 + len(options.loads)} runs", end="", file=sys.stderr, flush=True)
             runs.append(measure(server, pool, replace(order, rate=rate), options.processes, share))
+            if not runs[0].items_s:
+                parser.error(
+                    f"none of {runs[0].calls} calls succeeded: try one by `opticnerve encode --server` against `serve`"
+                )
         print(file=sys.stderr)
-    of = f"{config.model}, {options.items} images a call of {', '.join(options.sizes)} pixels"
-    print(f"{of}, {options.processes} processes of callers, {os.cpu_count()} cores\n")
+    shown = ", ".join(f"{height}x{width}" for height, width in options.sizes)
+    print(f"{config.model}, {options.items} images a call of {shown} pixels, ", end="")
+    print(f"{options.processes} processes of callers, {os.cpu_count()} cores\n")
     print(markdown(runs))
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:

@@ -1,22 +1,25 @@
 """What a tower does between its matrix products and its attention, each in one pass over memory.
 
-Every function has two implementations of one contract: `plain`, in torch, which runs everywhere and is the reference,
+Every function has two implementations of one contract: `plain`, in torch, which runs everywhere and says the contract,
 and `fused`, in Triton. One switch of the process says which of them CUDA tensors get; others always get the plain one.
-Tensors are contiguous unless said otherwise;
-`x`, `delta` and what is returned have one dtype, and sums and statistics are in float32.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from . import plain
 
 log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 NAMES = ("auto", "triton", "torch")
 """Values of the switch."""
@@ -57,10 +60,6 @@ def chosen(device: torch.device) -> str:
     return "torch" if device.type != "cuda" or _on_cuda is plain else "triton"
 
 
-def _for(x: torch.Tensor) -> Any:
-    return _on_cuda if x.is_cuda else plain
-
-
 def _obstacle(device: torch.device) -> str:
     """Why Triton cannot run; empty when it can. It needs its package, a C compiler and a directory to write to."""
     if device.type != "cuda":
@@ -75,92 +74,27 @@ def _obstacle(device: torch.device) -> str:
     return ""
 
 
-def add_layer_norm(
-    x: torch.Tensor,
-    delta: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum s = x + scale * delta and its LayerNorm, both [rows, width]; s is x itself without a `delta`.
+def _switched(reference: Callable[P, R]) -> Callable[P, R]:
+    """`reference`, or for CUDA tensors what was chosen in its place; the first argument is a tensor."""
 
-    Each step is rounded to the dtype of x before the next; `scale`, `weight` and `bias` are [width].
-    """
-    return _for(x).add_layer_norm(x, delta, scale, weight, bias, eps)  # type: ignore[no-any-return]
+    @functools.wraps(reference)
+    def call(*arguments: P.args, **named: P.kwargs) -> R:
+        first: Any = arguments[0]
+        if not first.is_cuda:
+            return reference(*arguments, **named)
+        result: R = getattr(_on_cuda, reference.__name__)(*arguments, **named)
+        return result
 
-
-def add_rms_norm(
-    x: torch.Tensor, delta: torch.Tensor | None, scale: torch.Tensor | None, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `add_layer_norm`, with an RMSNorm, which is rounded before the weight is applied."""
-    return _for(x).add_rms_norm(x, delta, scale, weight, eps)  # type: ignore[no-any-return]
+    return call
 
 
-def rotate_(qkv: torch.Tensor, turns: torch.Tensor) -> None:
-    """Turn queries and keys of `qkv` [rows, 3, heads, head_dim] in place, each pair of neighbours of a head.
-
-    `turns` complex64 [n, 1, 1, head_dim / 2] are those of n rows, and of each n rows behind them. The products are in
-    float32 and rounded once.
-    """
-    _for(qkv).rotate_(qkv, turns)
-
-
-def gated(gate_up: torch.Tensor, inner: int) -> torch.Tensor:
-    """silu(gate) * up, [rows, inner], of the two side by side, [rows, 2 x inner]; silu is rounded before."""
-    return _for(gate_up).gated(gate_up, inner)  # type: ignore[no-any-return]
-
-
-def quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """x sigmoid(1.702 x), the sigmoid approximation of GELU; rounded once in one pass, twice in torch."""
-    return _for(x).quick_gelu(x)  # type: ignore[no-any-return]
-
-
-def gelu_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """GELU, by its tanh formula, of x W^T + b: [rows, outputs], with W [outputs, inputs].
-
-    On CUDA in the epilogue of the product, where it sees sums before they are rounded.
-    """
-    return _for(x).gelu_linear(x, weight, bias)  # type: ignore[no-any-return]
-
-
-def patches(
-    pixels: torch.Tensor,
-    origin: torch.Tensor,
-    stride: torch.Tensor,
-    patch: int,
-    mean: torch.Tensor,
-    std: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Normalised patches [rows, frames x patch x patch x 3] of packed uint8 images: see `layers.PatchGather`.
-
-    (level - mean) / std in float32, `mean` and `std` [3] in levels, rounded once to `dtype`: bit-equal to the
-    torchvision-backed processors, whose pixels are then cast.
-    """
-    return _for(pixels).patches(pixels, origin, stride, patch, mean, std, dtype)  # type: ignore[no-any-return]
-
-
-def clear_tail_(cu: torch.Tensor, rows: torch.Tensor, more: torch.Tensor | None = None) -> None:
-    """Zero `rows`, and `more`, both [n, heads, head_dim], behind the last offset of `cu` int32, in place.
-
-    Both may be strided, heads and numbers of a head being where they are in each row.
-    """
-    _for(rows).clear_tail_(cu, rows, more)
-
-
-def add_taps(x: torch.Tensor, table: torch.Tensor, taps: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """x + the sum of `weights` times the lines `taps` of a table: an interpolated position table, never laid out.
-
-    `x` [rows, width], `table` float32 [lines, width], `taps` int32 and `weights` float32 [rows, n]; the sum is in
-    float32 and rounded to the dtype of x before it is added.
-    """
-    return _for(x).add_taps(x, table, taps, weights)  # type: ignore[no-any-return]
-
-
-def gather(source: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Lines `index` int32 [n] of `source` [lines, width] into `out` [n, width].
-
-    Returns the largest magnitude of each, float32 [n]: NaN where one is in it, infinity where that is.
-    """
-    return _for(source).gather(source, index, out)  # type: ignore[no-any-return]
+add_layer_norm = _switched(plain.add_layer_norm)
+add_rms_norm = _switched(plain.add_rms_norm)
+rotate_ = _switched(plain.rotate_)
+gated = _switched(plain.gated)
+quick_gelu = _switched(plain.quick_gelu)
+gelu_linear = _switched(plain.gelu_linear)
+patches = _switched(plain.patches)
+clear_tail_ = _switched(plain.clear_tail_)
+add_taps = _switched(plain.add_taps)
+gather = _switched(plain.gather)

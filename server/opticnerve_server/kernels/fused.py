@@ -1,4 +1,4 @@
-"""The kernels in Triton. Contracts are in `__init__.py`, the arithmetic they follow is that of `plain.py`.
+"""The kernels in Triton. Contracts, and the arithmetic they follow, are those of `plain.py`.
 
 Sizes of a model are compile-time constants, so a tower compiles each kernel once or twice; numbers of rows are not, so
 no batch compiles anything. Every sum of one row is made by one program: a row does not depend on its neighbours.

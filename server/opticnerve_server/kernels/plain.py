@@ -1,4 +1,8 @@
-"""The kernels in torch: the reference, and what runs on a CPU. Contracts are in `__init__.py`."""
+"""The kernels in torch: the contracts, the reference, and what runs on a CPU.
+
+Tensors are contiguous unless said otherwise; `x`, `delta` and what is returned have one dtype, and sums and statistics
+are in float32.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,10 @@ def add_layer_norm(
     bias: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum s = x + scale * delta and its LayerNorm, both [rows, width]; s is x itself without a `delta`.
+
+    Each step is rounded to the dtype of x before the next; `scale`, `weight` and `bias` are [width].
+    """
     if delta is not None:
         x = x + (delta if scale is None else scale * delta)
     return x, F.layer_norm(x, weight.shape, weight, bias, eps)
@@ -22,6 +30,7 @@ def add_layer_norm(
 def add_rms_norm(
     x: torch.Tensor, delta: torch.Tensor | None, scale: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `add_layer_norm`, with an RMSNorm, which is rounded before the weight is applied."""
     if delta is not None:
         x = x + (delta if scale is None else scale * delta)
     x32 = x.float()
@@ -30,20 +39,31 @@ def add_rms_norm(
 
 
 def rotate_(qkv: torch.Tensor, turns: torch.Tensor) -> None:
+    """Turn queries and keys of `qkv` [rows, 3, heads, head_dim] in place, each pair of neighbours of a head.
+
+    `turns` complex64 [n, 1, 1, head_dim / 2] are those of n rows, and of each n rows behind them. The products are in
+    float32 and rounded once.
+    """
     qk = qkv[:, :2].unflatten(0, (-1, turns.shape[0]))
     pairs = torch.view_as_complex(qk.float().unflatten(-1, (-1, 2)))
     qk.copy_(torch.view_as_real(pairs * turns).flatten(-2))
 
 
 def gated(gate_up: torch.Tensor, inner: int) -> torch.Tensor:
+    """silu(gate) * up, [rows, inner], of the two side by side, [rows, 2 x inner]; silu is rounded before."""
     return F.silu(gate_up[:, :inner]) * gate_up[:, inner:]
 
 
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """x sigmoid(1.702 x), the sigmoid approximation of GELU; rounded once in one pass, twice in torch."""
     return x * torch.sigmoid(1.702 * x)
 
 
 def gelu_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """GELU, by its tanh formula, of x W^T + b: [rows, outputs], with W [outputs, inputs].
+
+    On CUDA in the epilogue of the product, where it sees sums before they are rounded.
+    """
     return F.gelu(F.linear(x, weight, bias), approximate="tanh")
 
 
@@ -56,6 +76,11 @@ def patches(
     std: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
+    """Normalised patches [rows, frames x patch x patch x 3] of packed uint8 images: see `layers.PatchLevels`.
+
+    (level - mean) / std in float32, `mean` and `std` [3] in levels, rounded once to `dtype`: bit-equal to the
+    torchvision-backed processors, whose pixels are then cast.
+    """
     numbers = torch.arange(patch, dtype=torch.int32, device=pixels.device)
     lines = origin[:, :, None] + stride[:, None, None] * numbers
     levels = pixels.view(-1, patch * 3).index_select(0, lines.flatten()).view(-1, 3).float()
@@ -63,16 +88,29 @@ def patches(
 
 
 def clear_tail_(cu: torch.Tensor, rows: torch.Tensor, more: torch.Tensor | None = None) -> None:
+    """Zero `rows`, and `more`, both [n, heads, head_dim], behind the last offset of `cu` int32, in place.
+
+    Both may be strided, heads and numbers of a head being where they are in each row.
+    """
     tail = torch.arange(rows.shape[0], dtype=torch.int32, device=cu.device) >= cu[-1]
     for tensor in (rows,) if more is None else (rows, more):
         tensor.masked_fill_(tail[:, None, None], 0)
 
 
 def add_taps(x: torch.Tensor, table: torch.Tensor, taps: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """x + the sum of `weights` times the lines `taps` of a table: an interpolated position table, never laid out.
+
+    `x` [rows, width], `table` float32 [lines, width], `taps` int32 and `weights` float32 [rows, n]; the sum is in
+    float32 and rounded to the dtype of x before it is added.
+    """
     return x + F.embedding_bag(taps, table, mode="sum", per_sample_weights=weights).to(x.dtype)
 
 
 def gather(source: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Lines `index` int32 [n] of `source` [lines, width] into `out` [n, width].
+
+    Returns the largest magnitude of each, float32 [n]: NaN where one is in it, infinity where that is.
+    """
     torch.index_select(source, 0, index, out=out)
     # Both ends in one pass; unlike a maximum of magnitudes it needs no second copy of the rows.
     low, high = torch.aminmax(out, dim=1)
