@@ -91,10 +91,7 @@ class Peers:
         try:
             target.sendall(encode(message))
         except OSError as error:
-            log.warning(
-                "peer takes no messages",
-                extra={"peer": peer.kind.name.lower(), "index": peer.index, "error": str(error)},
-            )
+            log.warning("peer takes no messages", extra={**peer.named, "error": str(error)})
             try:
                 target.shutdown(socket.SHUT_RDWR)
             except OSError:
