@@ -1,14 +1,15 @@
 """One device against several of one host, in whole calls: opticnerve-server bench scaling --model DIR
 
-Starts a server on the first device, then one on all that --devices names, and tries both with the same callers:
+Two servers run side by side, one on the first device, one on all that --devices names, and the same callers try both:
 
-- saturated, many calls of four images each inside, of mixed sizes and all of 336 x 336: images and tokens a second;
-- one call of 20 images of 336 x 336 after another: mean and 99th percentile;
-- one small image, 224 x 224, after another: the median.
+- mixed and 336: saturated by many calls of four images each, of mixed sizes or all of 336 x 336; one server at a time;
+- 20x336 and 1x224: one call of so many images after another, in turn to either server;
+- equal: calls of mixed sizes; rows of one image that ran in the same budget are compared, whatever the device.
 
-Images are raw noise, and equal ones are not shared (--store-bytes 0). `busy` is the share of the time that the
-devices computed, and `imbalance` the longest over the mean: where `busy` is well below 1, front-ends or callers are the
-limit, and more of either help while there are cores (--frontends, --callers).
+`call` is what a caller waits; `ready` ends when the last rows are in host memory, before they are streamed. Images are
+raw noise, and equal ones are not shared (--store-bytes 0). `busy` is the share of the time that the devices computed,
+and `imbalance` the longest over the mean: where `busy` is well below 1, front-ends or callers are the limit, and more
+of either help while there are cores (--frontends, --callers).
 """
 
 from __future__ import annotations
@@ -16,155 +17,280 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import multiprocessing
+import json
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from multiprocessing import get_context
+from pathlib import Path
+from threading import Barrier
+from types import TracebackType
+from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 
 import opticnerve
 
 from ..config import Config
+from ..devices import devices_of
 from ..local import LocalServer
 
 MIXED = (224, 336, 448, 672, 896, 1120, 1344)
 SATURATING = 4
 """Images in each of the calls that saturate."""
+ONE_BY_ONE = {"20x336": (20, 336), "1x224": (1, 224)}
+"""Images of a call, and their side."""
+RUNS = ("mixed", "336", *ONE_BY_ONE, "equal")
+
+WARM_UP = 3
+"""Calls that do not count."""
+COMPARED = 40
+"""Calls whose rows are compared."""
+TIMEOUT_S = 600.0
+
+Images = list[npt.NDArray[np.uint8]]
+Values = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one process of callers does."""
+    """What one process of callers does to saturate a server."""
 
     address: str
     sides: Sequence[int]
-    images: int  # a call
     concurrency: int  # calls at a time
     seconds: float
-    calls: int | None = None  # at most; None: until the time is over
+    seed: int
+    start: Barrier  # of all processes and the bench
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What came of it, warm-up left out."""
+class Row:
+    """One value of one device, and of several."""
 
-    latencies: list[float]
-    images: int
-    tokens: int
-    seconds: float
+    graphs: bool
+    run: str
+    name: str
+    one: float
+    several: float
+
+    def __str__(self) -> str:
+        ratio = f"{self.several / self.one:>8.3f}x" if self.one else ""
+        mode = "replay" if self.graphs else "eager"
+        return f"{mode:<7} {self.run:<7} {self.name:<14} {self.one:>12.3f} {self.several:>12.3f} {ratio}".rstrip()
 
 
-def call_forever(load: Load, seed: int) -> Told:
-    """The life of a process of callers."""
-    return asyncio.run(_call_forever(load, seed))
+def noise(side: int) -> npt.NDArray[np.uint8]:
+    """The image of this side, the same in every process."""
+    return np.random.default_rng(side).integers(0, 256, (side, side, 3), np.uint8)
 
 
-async def _call_forever(load: Load, seed: int) -> Told:
-    rng = np.random.default_rng(seed)
-    noise = {side: rng.integers(0, 256, (side, side, 3), np.uint8) for side in set(load.sides)}
-    order = [noise[side] for side in rng.choice(np.array(load.sides), 256)]
-    turns = itertools.count(0, load.images)
-    latencies: list[float] = []
-    images = tokens = 0
+def _client(address: str) -> opticnerve.AsyncClient:
+    return opticnerve.AsyncClient(address, timeout=TIMEOUT_S)
 
-    async with opticnerve.AsyncClient(load.address, timeout=600) as client:
+
+# --- saturated
+
+
+def call_for(load: Load) -> tuple[int, int, float]:
+    """Images, tokens and seconds of a process of callers."""
+    return asyncio.run(_call_for(load))
+
+
+async def _call_for(load: Load) -> tuple[int, int, float]:
+    pictures = [noise(side) for side in load.sides]
+    chosen = itertools.cycle(np.random.default_rng(load.seed).integers(0, len(pictures), 256))
+    tokens: list[int] = []
+
+    async with _client(load.address) as client:
 
         async def one() -> None:
-            nonlocal images, tokens
-            at = next(turns)
-            chosen = [order[(at + offset) % len(order)] for offset in range(load.images)]
-            began = time.perf_counter()
-            count = 0
-            async for embedding in client.encode(chosen):
-                count += embedding.tokens
-            latencies.append(time.perf_counter() - began)
-            images, tokens = images + load.images, tokens + count
+            images = [pictures[next(chosen)] for _ in range(SATURATING)]
+            tokens.append(sum([embedding.tokens async for embedding in client.encode(images)]))
 
         async def caller() -> None:
-            while time.perf_counter() < until and (load.calls is None or len(latencies) < load.calls):
+            while time.monotonic() < began + load.seconds:
                 await one()
 
-        for _ in range(3):
+        for _ in range(WARM_UP):
             await one()
-        latencies.clear()
-        images = tokens = 0
-        began = time.perf_counter()
-        until = began + load.seconds
+        tokens.clear()
+        load.start.wait(TIMEOUT_S)
+        began = time.monotonic()
         await asyncio.gather(*(caller() for _ in range(load.concurrency)))
-        return Told(latencies, images, tokens, time.perf_counter() - began)
+        return len(tokens) * SATURATING, sum(tokens), time.monotonic() - began
 
 
-def saturate(server: LocalServer, sides: Sequence[int], options: argparse.Namespace, devices: int) -> dict[str, float]:
+def saturate(server: LocalServer, devices: Sequence[int], sides: Sequence[int], callers: Callers) -> Values:
     """Throughput with more calls inside than the devices can take."""
-    load = Load(server.address, sides, SATURATING, -(-options.inside * devices // options.callers), options.seconds)
-    names = [("opticnerve_device_busy_seconds_total", {"device": str(device)}) for device in range(devices)]
-    with multiprocessing.get_context("spawn").Pool(options.callers) as pool:
-        before = server.totals(*names)
-        told = pool.starmap(call_forever, [(load, seed) for seed in range(options.callers)])
-        busy = [after - earlier for after, earlier in zip(server.totals(*names), before, strict=True)]
+    each = -(-callers.inside * len(devices) // callers.processes)
+    load = Load(server.address, sides, each, callers.seconds, 0, callers.start)
+    answers = callers.pool.map(call_for, [replace(load, seed=seed) for seed in range(callers.processes)])
+    names = [("opticnerve_device_busy_seconds_total", {"device": str(device)}) for device in devices]
+    callers.start.wait(TIMEOUT_S)
+    before = server.totals(*names)
+    images, tokens, seconds = zip(*answers, strict=True)
+    busy = [after - earlier for after, earlier in zip(server.totals(*names), before, strict=True)]
     return {
-        "images/s": sum(each.images / each.seconds for each in told),
-        "tokens/s": sum(each.tokens / each.seconds for each in told),
-        "busy": statistics.mean(busy) / max(each.seconds for each in told),
+        "images/s": sum(images) / max(seconds),
+        "tokens/s": sum(tokens) / max(seconds),
+        "busy": statistics.mean(busy) / max(seconds),
         "imbalance": max(busy) / statistics.mean(busy),
     }
 
 
-def one_by_one(server: LocalServer, side: int, images: int, calls: int) -> dict[str, float]:
-    """Latencies of calls of which no two are inside at a time, in milliseconds."""
-    told = call_forever(Load(server.address, [side], images, 1, 600.0, calls), seed=0)
-    latencies = [1e3 * seconds for seconds in told.latencies]
+class Callers:
+    """Processes of callers, as a context."""
+
+    def __init__(self, processes: int, inside: int, seconds: float) -> None:
+        """`inside`: calls for each device; `seconds` of a run."""
+        self.processes, self.inside, self.seconds = processes, inside, seconds
+
+    def __enter__(self) -> Self:
+        context = get_context("spawn")
+        self._stack = ExitStack()
+        self.start = self._stack.enter_context(context.Manager()).Barrier(self.processes + 1)
+        self.pool = self._stack.enter_context(ProcessPoolExecutor(self.processes, context))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stack.close()
+
+
+# --- one call at a time
+
+
+async def one_by_one(addresses: Sequence[str], images: Images, calls: int) -> list[Values]:
+    """Latencies in milliseconds, by server; no two calls are inside at a time."""
+    whole: list[list[float]] = [[] for _ in addresses]
+    ready: list[list[float]] = [[] for _ in addresses]
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(_client(address)) for address in addresses]
+        for turn, (number, client) in itertools.product(range(-WARM_UP, calls), enumerate(clients)):
+            began = time.perf_counter()
+            timings = [embedding.timings async for embedding in client.encode(images)]
+            ended = time.perf_counter()
+            if turn >= 0:
+                whole[number].append(1e3 * (ended - began))
+                ready[number].append(1e3 * max(each.total - each.stream for each in timings))
+    return [_latencies("call", calls) | _latencies("ready", there) for calls, there in zip(whole, ready, strict=True)]
+
+
+def _latencies(name: str, milliseconds: Sequence[float]) -> Values:
     return {
-        "mean ms": statistics.mean(latencies),
-        "p50 ms": statistics.median(latencies),
-        "p99 ms": statistics.quantiles(latencies, n=100)[98],
+        f"{name} mean ms": statistics.mean(milliseconds),
+        f"{name} p50 ms": statistics.median(milliseconds),
+        f"{name} p99 ms": statistics.quantiles(milliseconds, n=100)[98],
     }
 
 
-def measure(config: Config, devices: str, options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    count = len(devices.split(","))
-    with LocalServer(replace(config, devices=devices)) as server:
-        return {
-            "mixed": saturate(server, MIXED, options, count),
-            "336": saturate(server, [336], options, count),
-            "20 x 336": one_by_one(server, 336, 20, options.calls),
-            "1 x 224": one_by_one(server, 224, 1, options.calls),
-        }
+# --- equal rows
+
+Seen = dict[tuple[int, int], dict[tuple[int, int], set[bytes]]]
+"""Digests of rows, by side and budget (units of the forward where it was eager), then by server and device."""
+
+
+async def compare(addresses: Sequence[str]) -> Seen:
+    """The rows of the same images from every device, in batches as they come."""
+    seen: Seen = defaultdict(lambda: defaultdict(set))
+    images = [noise(side) for side in MIXED]
+    for server, address in enumerate(addresses):
+
+        async def call(client: opticnerve.AsyncClient, turn: int, server: int = server) -> None:
+            order = np.random.default_rng(turn).permutation(len(MIXED))
+            embeddings = [each async for each in client.encode([images[index] for index in order])]
+            for index, embedding in zip(order, embeddings, strict=True):
+                (dispatch,) = embedding.dispatches
+                batch = MIXED[index], dispatch.budget or dispatch.batch_units
+                seen[batch][server, dispatch.device].add(sha256(embedding.array.tobytes()).digest())
+
+        async with _client(address) as client:
+            for turn in range(COMPARED // 4):
+                await asyncio.gather(*(call(client, 4 * turn + offset) for offset in range(4)))
+    return seen
+
+
+def equality(seen: Seen, devices: Sequence[tuple[int, int]]) -> Values:
+    """How many combinations of image and budget ran on every one of these devices, and for how many rows differ."""
+    common = [[by[device] for device in devices] for by in seen.values() if by.keys() >= set(devices)]
+    return {"compared": len(common), "differing": sum(len(set.union(*digests)) > 1 for digests in common)}
+
+
+# --- all
+
+
+def measure(config: Config, devices: Sequence[int], given: argparse.Namespace) -> Iterator[Row]:
+    """The rows of the table, each run as soon as it is over."""
+    both = [devices[:1], devices]
+    configs = [replace(config, devices=",".join(map(str, numbers))) for numbers in both]
+    with ExitStack() as stack:
+        callers = stack.enter_context(Callers(given.callers, given.inside, given.seconds))
+        servers = [stack.enter_context(LocalServer(each)) for each in configs]
+        addresses = [server.address for server in servers]
+        for run in given.runs:
+            if run in ONE_BY_ONE:
+                images, side = ONE_BY_ONE[run]
+                one, several = asyncio.run(one_by_one(addresses, [noise(side)] * images, given.calls))
+            elif run == "equal":
+                seen = asyncio.run(compare(addresses))
+                alone = [(0, devices[0])]
+                one, several = equality(seen, alone), equality(seen, [*alone, *((1, number) for number in devices)])
+            else:
+                sides = MIXED if run == "mixed" else [int(run)]
+                one, several = (saturate(*each, sides, callers) for each in zip(servers, both, strict=True))
+            yield from (Row(config.graphs, run, name, one[name], several[name]) for name in one)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """The command."""
+    parser = argparse.ArgumentParser(
+        prog="opticnerve-server bench scaling",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--model", required=True)
     parser.add_argument("--load-format", default="dummy")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--devices", default="0,1", help="the devices of the second server; the first has 0 alone")
-    parser.add_argument("--no-graphs", action="store_true")
-    parser.add_argument("--frontends", type=int, default=8)
-    parser.add_argument("--callers", type=int, default=8, help="processes")
-    parser.add_argument("--inside", type=int, default=64, help="calls inside for each device, when saturated")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each saturated run")
-    parser.add_argument("--calls", type=int, default=1000, help="of each run of latencies")
-    parser.add_argument("--queue-bytes", type=int, default=16 << 30, help="--max-queue-bytes of the servers")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--devices", default="all", help="of the second server; the first has the first of them")
+    parser.add_argument("--graphs", nargs="+", choices=["on", "off"], default=["on", "off"], help="of both servers")
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS, help="which to measure. Default all")
+    parser.add_argument("--frontends", type=int, default=12, metavar="N", help="of each server. Default 12")
+    parser.add_argument("--preprocess-threads", type=int, default=4, metavar="N", help="of a front-end. Default 4")
+    parser.add_argument("--callers", type=int, default=12, metavar="N", help="processes that saturate. Default 12")
+    parser.add_argument("--inside", type=int, default=64, metavar="N", help="calls, for each device. Default 64")
+    parser.add_argument("--seconds", type=float, default=12.0, metavar="S", help="of a saturated run. Default 12")
+    parser.add_argument("--calls", type=int, default=1000, metavar="N", help="of a run of latencies. Default 1000")
+    parser.add_argument("--queue-bytes", type=int, default=16 << 30, metavar="N", help="of each server. Default 16 GiB")
+    parser.add_argument("--json", metavar="FILE", help="write the table to this file, after each run anew")
+    given = parser.parse_args(arguments)
     config = Config(
-        model=options.model,
-        load_format=options.load_format,
-        device=options.device,
-        graphs=not options.no_graphs,
-        frontends=options.frontends,
-        preprocess_threads=2,
+        model=given.model,
+        load_format=given.load_format,
+        device=given.device,
+        devices=given.devices,
+        frontends=given.frontends,
+        preprocess_threads=given.preprocess_threads,
         store_bytes=0,
-        max_queue_bytes=options.queue_bytes,
+        max_queue_bytes=given.queue_bytes,
         max_queue_items=4096,
     )
-    one, several = (measure(config, devices, options) for devices in ("0", options.devices))
-    print(f"{options.model}, graphs {'off' if options.no_graphs else 'on'}: device 0, then {options.devices}")
-    for run, values in one.items():
-        for name, value in values.items():
-            other = several[run][name]
-            print(f"{run:<9} {name:<10} {value:>12.3f} {other:>12.3f} {other / value:>8.3f}x")
+    devices = devices_of(config)
+    if len(devices) < 2:
+        parser.error(f"there is nothing to compare on {len(devices)} device: name more with --devices")
+    print(f"{given.model}: device {devices[0]}, then {', '.join(map(str, devices))}")
+    rows: list[Row] = []
+    for mode in given.graphs:
+        for row in measure(replace(config, graphs=mode == "on"), devices, given):
+            print(row, flush=True)
+            rows.append(row)
+            if given.json:
+                Path(given.json).write_text(json.dumps([asdict(each) for each in rows], indent=1))
 
 
 if __name__ == "__main__":
