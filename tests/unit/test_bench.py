@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from opticnerve_server import cli
+from opticnerve_server.bench.scaling import Row, equality
 from opticnerve_server.bench.serve import Run, markdown
 from opticnerve_server.metrics import Stage
 
@@ -54,3 +55,33 @@ def test_the_tables_of_a_load() -> None:
     assert first.splitlines()[2] == "| saturated | 4.0 | 400 | 3.3 | 1.0 | 2.0 | 30.2 | 1 | 100% | 10% | 99% |"
     assert first.splitlines()[3].startswith("| 50% | 2.0 |")
     assert second.splitlines()[2] == "| saturated | 0.00 | 1.00 | 2.00 | 3.00 | 4.00 | 5.00 |"
+
+
+def test_scaling_is_refused_on_one_device(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        cli.main(["bench", "scaling", "--model", "/nowhere", "--device", "cpu"])
+    assert error.value.code == 2
+    assert "name more with --devices" in capsys.readouterr().err
+
+
+def test_rows_are_compared_where_every_device_has_run_them() -> None:
+    first, second = (0, 0), (1, 1)
+    seen = {
+        (224, 64): {first: {b"a"}, second: {b"a"}},
+        (224, 128): {first: {b"b"}, second: {b"c"}},
+        (336, 128): {first: {b"d", b"e"}},
+    }
+    assert equality(seen, [first, second]) == {"compared": 2, "differing": 1}
+    assert equality(seen, [first]) == {"compared": 3, "differing": 1}
+
+
+def test_a_row_of_scaling_has_a_ratio_unless_there_is_nothing_to_divide_by() -> None:
+    assert str(Row(True, "336", "images/s", 1000.0, 1950.0)).split() == [
+        "replay",
+        "336",
+        "images/s",
+        "1000.000",
+        "1950.000",
+        "1.950x",
+    ]
+    assert str(Row(False, "equal", "differing", 0, 0)).split() == ["eager", "equal", "differing", "0.000", "0.000"]

@@ -4,7 +4,7 @@ Two servers run side by side, one on the first device, one on all that --devices
 
 - mixed and 336: saturated by many calls of four images each, of mixed sizes or all of 336 x 336; one server at a time;
 - 20x336 and 1x224: one call of so many images after another, in turn to either server;
-- equal: calls of mixed sizes; rows of one image that ran in the same budget are compared, whatever the device.
+- equal: rows of one image that ran in the same budget are compared, whatever the device and the company.
 
 `call` is what a caller waits; `ready` ends when the last rows are in host memory, before they are streamed. Images are
 raw noise, and equal ones are not shared (--store-bytes 0). `busy` is the share of the time that the devices computed,
@@ -50,8 +50,8 @@ RUNS = ("mixed", "336", *ONE_BY_ONE, "equal")
 
 WARM_UP = 3
 """Calls that do not count."""
-COMPARED = 40
-"""Calls whose rows are compared."""
+COMPARED = 8
+"""Calls of each side whose rows are compared."""
 TIMEOUT_S = 600.0
 
 Images = list[npt.NDArray[np.uint8]]
@@ -197,22 +197,20 @@ Seen = dict[tuple[int, int], dict[tuple[int, int], set[bytes]]]
 
 
 async def compare(addresses: Sequence[str]) -> Seen:
-    """The rows of the same images from every device, in batches as they come."""
+    """The rows of the same images from every device, in batches as they come: two calls of equal images at a time."""
     seen: Seen = defaultdict(lambda: defaultdict(set))
-    images = [noise(side) for side in MIXED]
+
+    async def call(server: int, client: opticnerve.AsyncClient, side: int) -> None:
+        async for embedding in client.encode([noise(side)] * SATURATING):
+            (dispatch,) = embedding.dispatches
+            batch = side, dispatch.budget or dispatch.batch_units
+            seen[batch][server, dispatch.device].add(sha256(embedding.array.tobytes()).digest())
+
     for server, address in enumerate(addresses):
-
-        async def call(client: opticnerve.AsyncClient, turn: int, server: int = server) -> None:
-            order = np.random.default_rng(turn).permutation(len(MIXED))
-            embeddings = [each async for each in client.encode([images[index] for index in order])]
-            for index, embedding in zip(order, embeddings, strict=True):
-                (dispatch,) = embedding.dispatches
-                batch = MIXED[index], dispatch.budget or dispatch.batch_units
-                seen[batch][server, dispatch.device].add(sha256(embedding.array.tobytes()).digest())
-
         async with _client(address) as client:
-            for turn in range(COMPARED // 4):
-                await asyncio.gather(*(call(client, 4 * turn + offset) for offset in range(4)))
+            sides = iter(COMPARED * MIXED)
+            for pair in zip(sides, sides, strict=True):
+                await asyncio.gather(*(call(server, client, side) for side in pair))
     return seen
 
 
