@@ -91,6 +91,9 @@ class Scheduler:
             ready = self._peers.wait(0)
             if not ready:
                 break
+        self._schedule()
+
+    def _schedule(self) -> None:
         for part in self.batcher.schedule():
             self._fail(part, *EXPIRED)
 
@@ -186,6 +189,8 @@ class Scheduler:
         match message:
             case Computed():
                 self.batcher.computed(device)
+                if engine.open:
+                    self._schedule()  # now: whatever else has been said, the device would wait for it
             case Done():
                 self._done(device, message)
             case PartFailed():

@@ -381,7 +381,7 @@ def test_a_killed_engine_is_replaced_while_others_serve(start: Callable[..., Ser
         devices="0,1", environment={"FAKE_ENGINE": "late", "FAKE_GATE": str(gate)}, min_engines=1, frontends=1
     )
     server.ready()
-    assert phases(server) == [(pb.PHASE_READY, 0), (pb.PHASE_CAPTURING, 0)]
+    eventually(lambda: phases(server) == [(pb.PHASE_READY, 0), (pb.PHASE_CAPTURING, 0)])
     gate.touch()
     eventually(lambda: phases(server) == [(pb.PHASE_READY, 0), (pb.PHASE_READY, 0)])
     assert [device.name for device in server.info().devices] == ["cpu", "cpu"]
