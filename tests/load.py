@@ -106,7 +106,9 @@ def stall(address: str) -> None:
     image = pb.RawImage(height=1024, width=1024, data=bytes(3 << 20))
     request = pb.EncodeRequest(items=[pb.Item(raw_image=image)] * 6, dtype=pb.DTYPE_FLOAT32)
     with grpc.insecure_channel(address, options=narrow) as channel:
-        next(pb_grpc.EncoderServiceStub(channel).Encode(request))
+        # Several, as the sockets' buffers can hold all rows of one.
+        calls = [pb_grpc.EncoderServiceStub(channel).Encode(request) for _ in range(3)]
+        next(calls[0])
         print("reading", flush=True)
         time.sleep(600)
 
