@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from . import kernels
@@ -71,14 +70,14 @@ class _Launched:
 
     batch: Batch
     runs: list[PathRun]
+    taken_at: float
+    host_s: float
     turn: int
     began: Event
     computed: Event
     copied: Event
     peaks: torch.Tensor  # float32 [tokens] on the host: the largest magnitude of each row, NaN where one is in it
     kept: list[torch.Tensor]  # what another stream uses than the one that it is allocated on
-    taken_at: float = 0.0
-    host_s: float = 0.0
 
 
 class Dispatcher:
@@ -96,7 +95,7 @@ class Dispatcher:
         on_finished: Callable[[Finished], None],
         video_graphs: bool = True,
     ) -> None:
-        """`slots` is the shared arena as a uint8 tensor, pinned where there is a GPU.
+        """`slots` is the shared arena as a uint8 tensor over all of its storage, pinned where there is a GPU.
 
         `capacities` size landing blocks and ring. `on_computed` is called when the device could take another batch.
         Without `video_graphs` a batch with a video in it runs eagerly.
@@ -128,12 +127,12 @@ class Dispatcher:
 
     # --- device thread
 
+    @torch.inference_mode()
     def land(self, part: Part) -> int:
         """Start the copy of a part's pixels to the device; returns where they begin in the landing block."""
         start = part.item.slot.pixels + part.pixels
-        with torch.inference_mode():
-            self._streams.copy_in()
-            return self._landings[self._turn].add(self._slots[start : start + part.plan.pixel_bytes])
+        self._streams.copy_in()
+        return self._landings[self._turn].add(self._slots[start : start + part.plan.pixel_bytes])
 
     def run(self, batch: Batch) -> None:
         """Launch one batch; one that has lost all its parts is over at once.
@@ -147,14 +146,11 @@ class Dispatcher:
             return
         turn = self._turn
         self._ring_free[turn].acquire()
-        taken_at = time.monotonic()
         try:
-            with torch.inference_mode():
-                launched = self._launch(batch, turn)
+            launched = self._launch(batch, turn, time.monotonic())
         except BaseException:
             self._ring_free[turn].release()
             raise
-        launched.taken_at, launched.host_s = taken_at, time.monotonic() - taken_at
         self._launched.put(launched)
         self._turn = 1 - turn
         self._landings[self._turn].open()
@@ -163,7 +159,8 @@ class Dispatcher:
         """Forget the pixels of a batch that does not run; nothing on the device reads them."""
         self._landings[self._turn].open()
 
-    def _launch(self, batch: Batch, turn: int) -> _Launched:
+    @torch.inference_mode()
+    def _launch(self, batch: Batch, turn: int, taken_at: float) -> _Launched:
         """What goes before the first replay keeps the device waiting, what goes behind it does not."""
         streams = self._streams
         streams.copy_in()
@@ -178,15 +175,17 @@ class Dispatcher:
                 run, lines[path] = self._dispatch(path, batch, load, turn)
                 runs.append(run)
         index = self._send_index(batch, lines, turn)
-        rows = self._ring.half(turn, len(index))
+        rows = self._ring.half(turn, index.shape[0])
         peaks = kernels.gather(self._source(lines), index, rows)
         computed = streams.record()
         streams.copy_out()
         streams.wait(computed)
         self._copy_out(batch, rows)
-        host_peaks = self._ring.peaks(turn, len(rows)).copy_(peaks, non_blocking=True)
+        host_peaks = self._ring.peaks(turn, index.shape[0]).copy_(peaks, non_blocking=True)
         copied = streams.record()
-        return _Launched(batch, runs, turn, landed, computed, copied, host_peaks, kept=[index, rows, peaks])
+        host_s = time.monotonic() - taken_at
+        kept = [index, rows, peaks]
+        return _Launched(batch, runs, taken_at, host_s, turn, landed, computed, copied, host_peaks, kept)
 
     def _dispatch(self, path: str, batch: Batch, load: Load, turn: int) -> tuple[PathRun, torch.Tensor]:
         """Run one path, on the compute stream: the fork of the whole product. Returns how, and its output lines."""
@@ -222,7 +221,7 @@ class Dispatcher:
         staged.numpy()[...] = index.view(np.uint8)
         streams = self._streams
         streams.copy_in()
-        sent = staged.to(self._tower.device, non_blocking=True).view(torch.int32)
+        sent = staged.to(self._tower.device, non_blocking=True, copy=True).view(torch.int32)
         arrived = streams.record()
         streams.compute()
         streams.wait(arrived)
@@ -259,9 +258,15 @@ class Dispatcher:
         self._launched.put(None)
 
     def _judge(self, launched: _Launched) -> Finished:
-        parts, streams = launched.batch.parts, self._streams
+        peaks, results, start = launched.peaks.numpy(), [], 0
+        sound = peaks.max(initial=0.0) <= FLOAT16_MAX  # in one look at all; false where a NaN is among them
+        for part in launched.batch.parts:
+            mine = peaks[start : start + part.plan.tokens]
+            start += part.plan.tokens
+            results.append(Result(part, None if sound else _judgement(mine, part.item.dtype)))
+        streams = self._streams
         return Finished(
-            [Result(part, failure) for part, failure in zip(parts, _judgements(launched.peaks.numpy(), parts), strict=True)],
+            results,
             launched.runs,
             launched.taken_at,
             launched.host_s,
@@ -270,15 +275,7 @@ class Dispatcher:
         )
 
 
-def _judgements(peaks: npt.NDArray[np.float32], parts: Sequence[Part]) -> list[Failure | None]:
-    """What is wrong with the rows of each part, by the peaks of all."""
-    if peaks.max(initial=0.0) <= FLOAT16_MAX:  # which NaN is not
-        return [None] * len(parts)
-    ends = np.cumsum([part.plan.tokens for part in parts])[:-1]
-    return [_judgement(mine, part.item.dtype) for mine, part in zip(np.split(peaks, ends), parts, strict=True)]
-
-
-def _judgement(peaks: npt.NDArray[np.float32], dtype: str) -> Failure | None:
+def _judgement(peaks: np.ndarray, dtype: str) -> Failure | None:
     if not np.isfinite(peaks).all():
         return Failure("NON_FINITE_OUTPUT", "the tower returned NaN or infinity for this item; no rows are sent")
     if dtype == "float16" and peaks.max(initial=0.0) > FLOAT16_MAX:
