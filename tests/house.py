@@ -100,6 +100,17 @@ class House:
     def pixels(self, item: Item) -> torch.Tensor:
         return self.slots[item.slot.pixels : item.slot.pixels + item.placed.pixel_bytes]
 
+    def fill(self) -> None:
+        """Let the open batch fill, and its pixels land."""
+        with self.batcher._changed:
+            joined = self.batcher._join()
+        for part in joined:
+            part.landed_at = self.runner.land(part)
+
+    def free(self) -> None:
+        """The device could take a batch."""
+        self.batcher.device_free()
+
     def take(self) -> Batch:
         batch = self.batcher.take(self.runner.land, lambda: None)
         assert batch is not None

@@ -35,26 +35,23 @@ def run_ahead(house: House, order: Order, sizes: list[list[tuple[int, int]]]) ->
     for batch in sizes:
         for size in batch:
             house.submit(*size)
-        with house.batcher._changed:
-            joined = house.batcher._join()
-        for part in joined:  # lands while the batch before is not computed
-            part.landed_at = house.dispatcher.land(part)
+        house.fill()  # lands while the batch before is not computed
         if flying:
             flying[-1].computed.synchronize()
-            house.batcher.device_free()
+            house.free()
         if len(flying) > 1:
-            reported(house, order, flying.pop(0))
+            report(house, order, flying.pop(0))
         house.dispatcher.run(house.take())
         flying.append(house.dispatcher._launched.get())
     for launched in flying:
-        reported(house, order, launched)
+        report(house, order, launched)
 
 
-def reported(house: House, order: Order, launched: _Launched) -> None:
+def report(house: House, order: Order, launched: _Launched) -> None:
+    """What the finisher does with a batch; the house overwrites its pixels and, when it has read them, its rows."""
     launched.copied.synchronize()
+    order.host()
     order.access(HOST, "judge", launched.peaks, writes=False)
-    for part in launched.batch.parts:
-        order.access(HOST, "send", house.slots[part.item.slot.rows : part.item.slot.end], writes=False)
     house._finished(house.dispatcher._judge(launched))
     house.dispatcher._ring_free[launched.turn].release()
 
