@@ -1,0 +1,144 @@
+"""The plots of the benches, of the figures that their --json writes. matplotlib is imported when one is asked for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..settings import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SUFFIXES = (".svg", ".png")
+
+BLUE, ORANGE, GREEN, GREY = "#1f5fa8", "#d9731a", "#2a8f5b", "#8a8a8a"
+
+
+def target(path: str) -> str:
+    """A file to draw to, as a flag gives it. Raises argparse.ArgumentTypeError."""
+    if Path(path).suffix not in SUFFIXES:
+        raise argparse.ArgumentTypeError(f"{path!r} is no plot: let it end with {' or '.join(SUFFIXES)}")
+    return path
+
+
+def matplotlib() -> Any:
+    """The package. Raises ConfigError where it is not installed."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ConfigError(
+            "--plot needs matplotlib: pip install 'opticnerve[server,bench]'; or write --json here and draw it by "
+            "--from where it is installed"
+        ) from error
+    return matplotlib
+
+
+def write(figure: Figure, path: str) -> None:
+    """As .svg, its text being text, or as .png."""
+    with matplotlib().rc_context({"svg.fonttype": "none", "svg.hashsalt": "opticnerve"}):
+        metadata = {"Date": None} if path.endswith(".svg") else {}
+        figure.savefig(path, dpi=150, metadata=metadata)
+
+
+def ceiling(figures: Mapping[str, Any]) -> Figure:
+    """Time against tokens for both fillings, the budgets marked; below, how far replays are from the ceiling."""
+    figure, axes = _panels(f"{figures['model']}, {figures['device']}, {figures['dtype']}", 2, 2, (11, 7), [3, 1.4])
+    for column, (filling, title) in enumerate((("441", "images of 441 tokens"), ("one", "one image"))):
+        rows = [row for row in figures["rows"] if row["filling"] == filling]
+        times, ratios = axes[0][column], axes[1][column]
+        tokens = [row["tokens"] for row in rows]
+        times.plot(tokens, [row["eager_ms"] for row in rows], color=ORANGE, label="eager, host and device")
+        times.plot(
+            tokens, [row["replay_ms"] for row in rows], color=BLUE, marker="o", markersize=3.5, label="replay, by budget"
+        )
+        times.plot(
+            tokens, [row["ceiling_ms"] for row in rows], color=GREEN, linestyle="--", label="products and attention alone"
+        )
+        times.set(title=f"a budget filled by {title}", xscale="log", yscale="log", ylabel="milliseconds a batch")
+        times.legend(loc="upper left")
+        ratios.plot(tokens, [row["replay_ms"] / row["ceiling_ms"] for row in rows], color=BLUE, marker="o", markersize=3.5)
+        ratios.axhline(1, color=GREEN, linestyle="--")
+        ratios.set(xscale="log", xlabel="tokens of the batch", ylabel="replay / ceiling", ylim=(0.9, None))
+        for ax in (times, ratios):
+            _numbers(ax, "x", [row["budget"] for row in figures["rows"]])
+        _numbers(times, "y", [])
+    return figure
+
+
+def serve(figures: Mapping[str, Any]) -> Figure:
+    """Latency against load; hit ratio, padding and busy share beside it."""
+    runs = sorted(figures["runs"], key=lambda run: run["items_s"])
+    open_loop = [run for run in runs if run["share"]]
+    (capacity,) = (run["items_s"] for run in runs if not run["share"])
+    figure, axes = _panels(f"{figures['model']}, {figures['about']}", 1, 2, (11, 4.2), [1])
+    latency, shares = axes[0]
+    load = [run["items_s"] for run in open_loop]
+    for name, color in (("p50", BLUE), ("p90", GREEN), ("p99", ORANGE)):
+        latency.plot(load, [run[name] for run in open_loop], color=color, marker="o", markersize=4, label=name)
+    latency.axvline(capacity, color=GREY, linestyle="--", label="saturated")
+    latency.set(title="latency of a call", xlabel="images a second", ylabel="milliseconds", yscale="log", xlim=(0, None))
+    latency.legend(loc="upper left")
+    _numbers(latency, "y", [])
+    load = [run["items_s"] for run in runs]
+    for name, label, color in (
+        ("hit", "dispatches that replay a graph", BLUE),
+        ("padding", "padding of what replays compute", ORANGE),
+        ("busy", "time that the device is busy", GREEN),
+    ):
+        shares.plot(load, [100 * run[name] for run in runs], color=color, marker="o", markersize=4, label=label)
+    shares.axvline(capacity, color=GREY, linestyle="--", label="saturated")
+    shares.set(title="hits, padding, device", xlabel="images a second", ylabel="percent", ylim=(0, 105), xlim=(0, None))
+    shares.legend(loc="center left")
+    return figure
+
+
+def tower(figures: Mapping[str, Any]) -> Figure:
+    """Milliseconds of a call, batch by batch, by each policy, pixels and rows being on the device."""
+    rows = sorted((row for row in figures["rows"] if "ours" in row), key=lambda row: row["tokens"])
+    figure, axes = _panels(f"{figures['model']}, {figures['device']}, {figures['dtype']}", 1, 1, (11, 4.6), [1])
+    ax = axes[0][0]
+    policies = [name for name in ("ours", "greedy", "eager") if name in rows[0]]
+    width = 0.8 / len(policies)
+    for number, (name, color) in enumerate(zip(policies, (BLUE, ORANGE, GREY), strict=False)):
+        at = [place + (number - (len(policies) - 1) / 2) * width for place in range(len(rows))]
+        ax.bar(at, [row[name]["median"] for row in rows], width, color=color, label=name)
+    ax.set(title="one call, pixels and rows on the device", yscale="log", ylabel="milliseconds, median")
+    ax.set_xticks(range(len(rows)), [f"{row['batch']}\n{row['tokens']}" for row in rows], fontsize=8)
+    ax.set_xlabel("batch, and its tokens")
+    ax.legend(loc="upper left")
+    _numbers(ax, "y", [])
+    return figure
+
+
+def _panels(
+    title: str, rows: int, columns: int, size: tuple[float, float], heights: Sequence[float]
+) -> tuple[Figure, list[list[Axes]]]:
+    """Axes in rows without a frame above and to the right, and with a light grid."""
+    matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    figure.suptitle(title, fontsize=11)
+    x, y = ("col", "row") if rows > 1 else ("none", "none")
+    axes = figure.subplots(rows, columns, squeeze=False, sharex=x, sharey=y, height_ratios=heights)
+    for ax in axes.flat:
+        ax.grid(color="#e4e4e4", linewidth=0.7)
+        ax.set_axisbelow(True)
+        ax.spines[["top", "right"]].set_visible(False)
+    return figure, axes.tolist()
+
+
+def _numbers(ax: Axes, axis: str, marks: Sequence[float]) -> None:
+    """Plain numbers on a logarithmic axis, and small marks where they are asked for."""
+    from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, ScalarFormatter
+
+    which = ax.xaxis if axis == "x" else ax.yaxis
+    which.set_major_locator(LogLocator(base=2 if marks else 10, subs=(1.0,) if marks else (1.0, 2.0, 5.0)))
+    which.set_major_formatter(ScalarFormatter())
+    which.set_minor_formatter(NullFormatter())
+    if marks:
+        which.set_minor_locator(FixedLocator(sorted(set(marks))))

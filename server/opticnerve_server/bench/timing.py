@@ -1,0 +1,104 @@
+"""How benches take times: by the host's clock until the device is done, or by the device's own clock."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+WARM_UPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """What many runs took, in milliseconds."""
+
+    median: float
+    mean: float
+    p99: float
+
+    @staticmethod
+    def of(seconds: Iterable[float]) -> Times:
+        ordered = sorted(1e3 * each for each in seconds)
+        p99 = ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
+        return Times(statistics.median(ordered), statistics.fmean(ordered), p99)
+
+
+def repeated(run: Callable[[], float], repeats: int) -> Times:
+    """Times of `repeats` runs that return seconds, after WARM_UPS others."""
+    for _ in range(WARM_UPS):
+        run()
+    return Times.of([run() for _ in range(repeats)])
+
+
+def host_times(run: Callable[[], object], device: torch.device, repeats: int) -> Times:
+    """Times from a call to when the device is done, by the host's clock."""
+
+    def once() -> float:
+        started = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - started
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # what came before
+    return repeated(once, repeats)
+
+
+def device_ms(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Median milliseconds on the device alone: of graphs, launched one behind another without waiting for any.
+
+    A run that the device does before the host has launched it would count the launching. On a CPU the host's clock.
+    """
+    if device.type != "cuda":
+        return host_times(run, device, repeats).median
+    pairs = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(repeats)]
+    for _ in range(WARM_UPS):
+        run()
+    for start, end in pairs:
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize(device)
+    return statistics.median(start.elapsed_time(end) for start, end in pairs)
+
+
+def captured(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """`run` in a CUDA graph of its own, after one run outside of it; on a CPU `run` itself."""
+    if device.type != "cuda":
+        return run
+    run()
+    graph = torch.cuda.CUDAGraph()
+    enabled = gc.isenabled()
+    gc.disable()  # a collection that frees another graph aborts the process
+    try:
+        with torch.cuda.graph(graph):
+            run()
+    finally:
+        if enabled:
+            gc.enable()
+    return graph.replay
+
+
+class Progress:
+    """How far a bench is, on one line of standard error."""
+
+    WIDTH = 30
+
+    def __init__(self, total: int) -> None:
+        self._total, self._done = total, 0
+
+    def step(self, what: str) -> None:
+        """`what` begins; a step more is done with the next call."""
+        bar = ("#" * (self._done * self.WIDTH // self._total)).ljust(self.WIDTH, ".")
+        print(f"\r\033[K[{bar}] {self._done} of {self._total}: {what}", end="", file=sys.stderr, flush=True)
+        self._done += 1
+
+    def end(self) -> None:
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
