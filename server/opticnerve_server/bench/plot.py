@@ -11,7 +11,7 @@ from ..settings import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Figure
 
 SUFFIXES = (".svg", ".png")
 
@@ -47,25 +47,26 @@ def write(figure: Figure, path: str) -> None:
 def ceiling(figures: Mapping[str, Any]) -> Figure:
     """Time against tokens for both fillings, the budgets marked; below, how far replays are from the ceiling."""
     figure, axes = _panels(f"{figures['model']}, {figures['device']}, {figures['dtype']}", 2, 2, (11, 7), [3, 1.4])
+    dots = {"marker": "o", "markersize": 3.5}
     for column, (filling, title) in enumerate((("441", "images of 441 tokens"), ("one", "one image"))):
         rows = [row for row in figures["rows"] if row["filling"] == filling]
         times, ratios = axes[0][column], axes[1][column]
         tokens = [row["tokens"] for row in rows]
-        times.plot(tokens, [row["eager_ms"] for row in rows], color=ORANGE, label="eager, host and device")
-        times.plot(
-            tokens, [row["replay_ms"] for row in rows], color=BLUE, marker="o", markersize=3.5, label="replay, by budget"
-        )
-        times.plot(
-            tokens, [row["ceiling_ms"] for row in rows], color=GREEN, linestyle="--", label="products and attention alone"
-        )
+        for name, label, style in (
+            ("eager_ms", "eager, host and device", {"color": ORANGE}),
+            ("replay_ms", "replay, by budget", {"color": BLUE, **dots}),
+            ("ceiling_ms", "products and attention alone", {"color": GREEN, "linestyle": "--"}),
+        ):
+            times.plot(tokens, [row[name] for row in rows], label=label, **style)
         times.set(title=f"a budget filled by {title}", xscale="log", yscale="log", ylabel="milliseconds a batch")
         times.legend(loc="upper left")
-        ratios.plot(tokens, [row["replay_ms"] / row["ceiling_ms"] for row in rows], color=BLUE, marker="o", markersize=3.5)
+        ratios.plot(tokens, [row["replay_ms"] / row["ceiling_ms"] for row in rows], color=BLUE, **dots)
         ratios.axhline(1, color=GREEN, linestyle="--")
-        ratios.set(xscale="log", xlabel="tokens of the batch", ylabel="replay / ceiling", ylim=(0.9, None))
+        ratios.set(xscale="log", xlabel="tokens of the batch", ylabel="replay / ceiling")
         for ax in (times, ratios):
             _numbers(ax, "x", [row["budget"] for row in figures["rows"]])
         _numbers(times, "y", [])
+    axes[1][0].set_ylim(bottom=0.9)
     return figure
 
 
@@ -80,7 +81,9 @@ def serve(figures: Mapping[str, Any]) -> Figure:
     for name, color in (("p50", BLUE), ("p90", GREEN), ("p99", ORANGE)):
         latency.plot(load, [run[name] for run in open_loop], color=color, marker="o", markersize=4, label=name)
     latency.axvline(capacity, color=GREY, linestyle="--", label="saturated")
-    latency.set(title="latency of a call", xlabel="images a second", ylabel="milliseconds", yscale="log", xlim=(0, None))
+    latency.set(
+        title="latency of a call", xlabel="images a second", ylabel="milliseconds", yscale="log", xlim=(0, None)
+    )
     latency.legend(loc="upper left")
     _numbers(latency, "y", [])
     load = [run["items_s"] for run in runs]
@@ -123,8 +126,14 @@ def _panels(
 
     figure = Figure(figsize=size, layout="constrained")
     figure.suptitle(title, fontsize=11)
-    x, y = ("col", "row") if rows > 1 else ("none", "none")
-    axes = figure.subplots(rows, columns, squeeze=False, sharex=x, sharey=y, height_ratios=heights)
+    axes = figure.subplots(
+        rows,
+        columns,
+        squeeze=False,
+        sharex="all" if rows > 1 else "none",
+        sharey="row" if rows > 1 else "none",
+        height_ratios=heights,
+    )
     for ax in axes.flat:
         ax.grid(color="#e4e4e4", linewidth=0.7)
         ax.set_axisbelow(True)

@@ -96,7 +96,7 @@ class Recorder(TorchDispatchMode):
     """Keeps the products and the attention of what runs under it, in order."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.products: list[Product] = []
         self.attends: list[Attend] = []
         self.attending = False  # products are attention's own
@@ -106,13 +106,15 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         order = _ARGUMENTS.get(func)
         if order and not self.attending:
-            x, weight, bias = (args[at] if at is not None and at < len(args) else None for at in order)
-            stored = weight.t() if func is torch.ops.aten.linear.default else weight
-            self.products.append(Product(x.numel() // x.shape[-1], stored, bias))
+            rows, weight, bias = order
+            x, stored = args[rows], args[weight]
+            matrix = stored.t() if func is torch.ops.aten.linear.default else stored
+            added = args[bias] if bias is not None and bias < len(args) else None
+            self.products.append(Product(x.numel() // x.shape[-1], matrix, added))
         return func(*args, **(kwargs or {}))
 
 
-_ARGUMENTS = {
+_ARGUMENTS: dict[Any, tuple[int, int, int | None]] = {
     torch.ops.aten.linear.default: (0, 1, 2),
     torch.ops.aten.mm.default: (0, 1, None),
     torch.ops.aten.addmm.default: (1, 2, 0),
@@ -175,10 +177,12 @@ def attention_runs(
                 backend.attend(q, k, v, cu_q, cu_k, *longest, len(q))
 
     def dense() -> None:
-        views = [part.view(len(attend.lengths_q), -1, *part.shape[1:]).transpose(1, 2) for part in (q, k, v)]
+        dense_q, dense_k, dense_v = (
+            part.view(len(attend.lengths_q), -1, *part.shape[1:]).transpose(1, 2) for part in (q, k, v)
+        )
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             for _ in range(times):
-                scaled_dot_product_attention(*views)
+                scaled_dot_product_attention(dense_q, dense_k, dense_v)
 
     runs: dict[str, Callable[[], None]] = {name: partial(packed, backend) for name, backend in backends.items()}
     if device.type == "cuda" and attend.uniform:

@@ -58,7 +58,7 @@ def device_ms(run: Callable[[], object], device: torch.device, repeats: int) -> 
     """
     if device.type != "cuda":
         return host_times(run, device, repeats).median
-    pairs = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(repeats)]
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     for _ in range(WARM_UPS):
         run()
     for start, end in pairs:
@@ -66,7 +66,7 @@ def device_ms(run: Callable[[], object], device: torch.device, repeats: int) -> 
         run()
         end.record()
     torch.cuda.synchronize(device)
-    return statistics.median(start.elapsed_time(end) for start, end in pairs)
+    return statistics.median(float(start.elapsed_time(end)) for start, end in pairs)
 
 
 def captured(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
