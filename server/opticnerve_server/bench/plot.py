@@ -47,16 +47,17 @@ def write(figure: Figure, path: str) -> None:
 def ceiling(figures: Mapping[str, Any]) -> Figure:
     """Time against tokens for both fillings, the budgets marked; below, how far replays are from the ceiling."""
     figure, axes = _panels(f"{figures['model']}, {figures['device']}, {figures['dtype']}", 2, 2, (11, 7), [3, 1.4])
-    dots = {"marker": "o", "markersize": 3.5}
+    dots: dict[str, Any] = {"marker": "o", "markersize": 3.5}
     for column, (filling, title) in enumerate((("441", "images of 441 tokens"), ("one", "one image"))):
         rows = [row for row in figures["rows"] if row["filling"] == filling]
         times, ratios = axes[0][column], axes[1][column]
         tokens = [row["tokens"] for row in rows]
-        for name, label, style in (
+        styles: list[tuple[str, str, dict[str, Any]]] = [
             ("eager_ms", "eager, host and device", {"color": ORANGE}),
             ("replay_ms", "replay, by budget", {"color": BLUE, **dots}),
             ("ceiling_ms", "products and attention alone", {"color": GREEN, "linestyle": "--"}),
-        ):
+        ]
+        for name, label, style in styles:
             times.plot(tokens, [row[name] for row in rows], label=label, **style)
         times.set(title=f"a budget filled by {title}", xscale="log", yscale="log", ylabel="milliseconds a batch")
         times.legend(loc="upper left")
@@ -84,7 +85,7 @@ def serve(figures: Mapping[str, Any]) -> Figure:
     latency.set(
         title="latency of a call", xlabel="images a second", ylabel="milliseconds", yscale="log", xlim=(0, None)
     )
-    latency.legend(loc="upper left")
+    latency.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4, frameon=False)
     _numbers(latency, "y", [])
     load = [run["items_s"] for run in runs]
     for name, label, color in (
@@ -95,25 +96,33 @@ def serve(figures: Mapping[str, Any]) -> Figure:
         shares.plot(load, [100 * run[name] for run in runs], color=color, marker="o", markersize=4, label=label)
     shares.axvline(capacity, color=GREY, linestyle="--", label="saturated")
     shares.set(title="hits, padding, device", xlabel="images a second", ylabel="percent", ylim=(0, 105), xlim=(0, None))
-    shares.legend(loc="center left")
+    shares.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False)
     return figure
 
 
 def tower(figures: Mapping[str, Any]) -> Figure:
-    """Milliseconds of a call, batch by batch, by each policy, pixels and rows being on the device."""
-    rows = sorted((row for row in figures["rows"] if "ours" in row), key=lambda row: row["tokens"])
-    figure, axes = _panels(f"{figures['model']}, {figures['device']}, {figures['dtype']}", 1, 1, (11, 4.6), [1])
-    ax = axes[0][0]
-    policies = [name for name in ("ours", "greedy", "eager") if name in rows[0]]
-    width = 0.8 / len(policies)
-    for number, (name, color) in enumerate(zip(policies, (BLUE, ORANGE, GREY), strict=False)):
-        at = [place + (number - (len(policies) - 1) / 2) * width for place in range(len(rows))]
-        ax.bar(at, [row[name]["median"] for row in rows], width, color=color, label=name)
-    ax.set(title="one call, pixels and rows on the device", yscale="log", ylabel="milliseconds, median")
-    ax.set_xticks(range(len(rows)), [f"{row['batch']}\n{row['tokens']}" for row in rows], fontsize=8)
-    ax.set_xlabel("batch, and its tokens")
-    ax.legend(loc="upper left")
-    _numbers(ax, "y", [])
+    """Time of a call against its tokens by each policy, the budgets marked, and how much faster ours is."""
+    if "rows" not in figures:
+        raise ConfigError("a table of attention backends has no plot: leave --plot out")
+    rows = sorted(figures["rows"], key=lambda row: row["tokens"])
+    figure, axes = _panels(f"{figures['model']}, {figures['device']}, {figures['dtype']}", 1, 2, (11, 4.4), [1])
+    times, ratios = axes[0]
+    tokens = [row["tokens"] for row in rows]
+    for name, color, marker in (("eager", GREY, "x"), ("greedy", ORANGE, "s"), ("ours", BLUE, "o")):
+        if name in rows[0]:
+            took = [row[name]["median"] for row in rows]
+            times.plot(tokens, took, color=color, marker=marker, markersize=4, linestyle="none", label=name)
+            if name != "ours":
+                ratio = [row[name]["median"] / row["ours"]["median"] for row in rows]
+                ratios.plot(tokens, ratio, color=color, marker=marker, markersize=4, linestyle="none", label=name)
+    ratios.axhline(1, color=BLUE, linestyle="--", label="ours")
+    times.set(title="one call, its pixels and rows on the device", ylabel="milliseconds, median", xscale="log", yscale="log")
+    ratios.set(title="the same, over ours", ylabel="time / time of ours", xscale="log", yscale="log")
+    for ax in (times, ratios):
+        ax.set_xlabel("tokens of the batch")
+        ax.legend()
+        _numbers(ax, "x", figures["budgets"])
+        _numbers(ax, "y", [])
     return figure
 
 

@@ -3,12 +3,12 @@
 `ours` is a server's: a call's images in their order, as many in a batch as the largest graph holds, each batch by the
 smallest of the automatic budgets that holds it.
 
-`greedy` is what vLLM's `EncoderCudaGraphManager` did up to 0.33, with what it derives by itself. Budgets are the smallest,
-its doubles, and the largest. The images of a call are sorted by their tokens, the smallest first; each joins the batch
-of the one before it while that has less than N images and their tokens stay within the largest budget; each batch runs
-by the smallest budget that holds its tokens. N is the largest budget / the smallest, but not above the smallest. Here
-its largest budget is ours, and so are the classes of segments of a budget; one more, which holds any segments that N
-images have, keeps segments from ever deciding on a budget.
+`greedy` is what vLLM's `EncoderCudaGraphManager` did up to 0.33, with what it derives by itself. Budgets are the
+smallest, its doubles, and the largest. The images of a call are sorted by their tokens, the smallest first; each joins
+the batch of the one before it while that has less than N images and their tokens stay within the largest budget; each
+batch runs by the smallest budget that holds its tokens. N is the largest budget / the smallest, but not above the
+smallest. Here its largest budget is ours, and so are the classes of segments of a budget; one more, which holds any
+segments that N images have, keeps segments from ever deciding on a budget.
 
 `eager` runs a whole call as one forward.
 """

@@ -15,9 +15,12 @@ from .batches import random_pixels
 from .build import RecordingTensors
 from .timing import host_times
 
+Reference = Callable[..., torch.Tensor]
+"""(pixel_values, grid_thw) to rows [tokens, width]."""
 
-def reference(source: ModelSource, tensors: RecordingTensors) -> Callable[..., torch.Tensor]:
-    """The vision model of transformers with the same weights: (pixel_values, grid_thw) to rows [tokens, width]."""
+
+def reference(source: ModelSource, tensors: RecordingTensors) -> Reference:
+    """The vision model of transformers with the same weights."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     config = AutoConfig.for_model(**source.config)
@@ -53,7 +56,7 @@ def official_patches(planner: Any, plan: ItemPlan, pixels: npt.NDArray[np.uint8]
 
 
 def measure_reference(
-    run: Callable[..., torch.Tensor], planner: Any, plans: Sequence[ItemPlan], device: torch.device, repeats: int
+    run: Reference, planner: Any, plans: Sequence[ItemPlan], device: torch.device, repeats: int
 ) -> tuple[float, torch.Tensor]:
     """Median milliseconds of the reference and its rows."""
     pairs = zip(plans, random_pixels(plans), strict=True)

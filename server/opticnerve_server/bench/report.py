@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ..settings import ConfigError
@@ -31,6 +32,9 @@ def report(
     """Measure, or read what was measured elsewhere, and say it in every way that was asked for. Raises ConfigError."""
     if options.plot:
         plot.matplotlib()  # before the minutes of measuring, and not behind them
+    for path in filter(None, (options.json, options.plot)):
+        if not Path(path).absolute().parent.is_dir():
+            raise ConfigError(f"cannot write {path}: its directory is not there; make it first")
     figures = _read(bench, options.given) if options.given else {"bench": bench, **measure()}
     print(markdown(figures))
     if options.json:

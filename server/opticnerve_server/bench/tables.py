@@ -32,9 +32,8 @@ def tower_markdown(figures: Mapping[str, Any]) -> str:
         said[-1] += "".join(f"\n| {images} | {rate:.0f} |" for images, rate in figures["images_s"].items())
         host = figures["host"]
         said.append(
-            f"Batches of 8 images, one behind another: {host['period_ms']:.3f} ms each, of which {host['replay_ms']:.3f} "
-            f"are the replay and {host['between_ms']:.3f} lie between two; the device thread spends "
-            f"{host['launch_ms']:.3f} ms on each."
+            f"Batches of 8 images, one behind another: {host['period_ms']:.3f} ms each, {host['replay_ms']:.3f} in the "
+            f"replay and {host['between_ms']:.3f} between two; the device thread spends {host['launch_ms']:.3f} ms."
         )
     return "\n\n".join(said)
 

@@ -19,7 +19,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from functools import cache
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from .build import Built, add_flags, build, capture
 from .calls import engine_of, measure, place, replay_and_ceiling
 from .inprocess import InProcessEngine
 from .policies import Policy, eager, greedy
-from .reference import measure_reference, reference
+from .reference import Reference, measure_reference, reference
 from .report import Figures, report
 from .report import add_flags as add_report_flags
 from .tables import tower_markdown
@@ -51,6 +50,7 @@ def measure_rows(
     options: argparse.Namespace,
 ) -> list[dict[str, Any]]:
     """A row for every batch; random ones by their policies alone. Inference mode."""
+    run = reference(built.source, built.tensors) if options.transformers else None
     rows, progress = [], Progress(len(batches))
     for name, media in batches.items():
         progress.step(name)
@@ -61,31 +61,22 @@ def measure_rows(
             row[policy.name] = measure(engine, items, options.repeats, landed_first=True)
             if policy.name == "ours" and name in BATCHES:
                 row["slots"] = measure(engine, items, options.repeats, landed_first=False)
-                if options.transformers:
-                    row |= _beside_transformers(built, plans, engine, items, options.repeats)
+                if run:
+                    ours = torch.cat([engine.rows(item) for item in items])
+                    row |= _beside(run, built, plans, ours, options.repeats)
             engine.free(items)
-        if (
-            name in BATCHES
-            and len(row["ours"]["budgets"])
-            and (found := replay_and_ceiling(built, graphs, plans, options.repeats))
-        ):
+        if name in BATCHES and (found := replay_and_ceiling(built, graphs, plans, options.repeats)):
             row["replay_ms"], row["ceiling_ms"] = found
         rows.append(row)
     progress.end()
     return rows
 
 
-def _beside_transformers(
-    built: Built, plans: Sequence[ItemPlan], engine: InProcessEngine, items: Sequence[Any], repeats: int
+def _beside(
+    run: Reference, built: Built, plans: Sequence[ItemPlan], rows: torch.Tensor, repeats: int
 ) -> dict[str, float]:
-    ms, expected = measure_reference(_reference(built), built.tower.planner, plans, built.tower.device, repeats)
-    rows = torch.cat([engine.rows(item) for item in items]).float()
-    return {"transformers_ms": ms, "error": float((rows - expected.float()).norm() / expected.float().norm())}
-
-
-@cache
-def _reference(built: Built) -> Any:
-    return reference(built.source, built.tensors)
+    ms, expected = measure_reference(run, built.tower.planner, plans, built.tower.device, repeats)
+    return {"transformers_ms": ms, "error": float((rows.float() - expected.float()).norm() / expected.float().norm())}
 
 
 def measure_tower(options: argparse.Namespace) -> Figures:
@@ -99,6 +90,11 @@ def measure_tower(options: argparse.Namespace) -> Figures:
     self_test(graphs, lambda path, capacity: None)
     figures: Figures = {
         **built.about,
+        "budgets": sorted(
+            capacity.units * built.tower.planner.paths[path].tokens_per_unit
+            for path, planned in capacities.items()
+            for capacity in planned
+        ),
         "graphs": sum(len(state.graphs) for state in graphs.paths.values()),
         "load_s": loaded - started,
         "capture_s": captured - loaded,
