@@ -116,7 +116,9 @@ def tower(figures: Mapping[str, Any]) -> Figure:
                 ratio = [row[name]["median"] / row["ours"]["median"] for row in rows]
                 ratios.plot(tokens, ratio, color=color, marker=marker, markersize=4, linestyle="none", label=name)
     ratios.axhline(1, color=BLUE, linestyle="--", label="ours")
-    times.set(title="one call, its pixels and rows on the device", ylabel="milliseconds, median", xscale="log", yscale="log")
+    times.set(
+        title="one call, its pixels and rows on the device", ylabel="milliseconds, median", xscale="log", yscale="log"
+    )
     ratios.set(title="the same, over ours", ylabel="time / time of ours", xscale="log", yscale="log")
     for ax in (times, ratios):
         ax.set_xlabel("tokens of the batch")
