@@ -82,15 +82,15 @@ def test_figures_that_are_none_and_plots_that_cannot_be_are_refused_before_anyth
     bench: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*arguments: str) -> str:
-        try:
-            assert cli.main(["bench", bench, *arguments]) == 2
-        except SystemExit as error:
-            assert error.code == 2
+        assert cli.main(["bench", bench, *arguments]) == 2
         return capsys.readouterr().err
 
     other = tmp_path / "other.json"
     other.write_text('{"bench": "hits"}')
-    assert "let it end with .svg or .png" in refused("--plot", "plot.pdf")
+    with pytest.raises(SystemExit) as error:
+        cli.main(["bench", bench, "--plot", "plot.pdf"])
+    assert error.value.code == 2
+    assert "let it end with .svg or .png" in capsys.readouterr().err
     assert f"has no figures of bench {bench}" in refused("--from", str(other))
     assert "cannot read --from /nowhere.json" in refused("--from", "/nowhere.json")
     assert "cannot write /nowhere/plot.svg" in refused("--plot", "/nowhere/plot.svg")
