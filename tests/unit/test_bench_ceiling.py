@@ -13,7 +13,7 @@ import torch
 from opticnerve_server import cli
 from opticnerve_server.bench import ceiling
 from opticnerve_server.bench.build import Built, build
-from opticnerve_server.bench.recorder import Attend, Product, attention_runs, products_run, record
+from opticnerve_server.bench.recorder import Attend, Product, Recorder, attention_runs, products_run, record
 from opticnerve_server.buffers import Packing
 from opticnerve_server.models import registry
 from opticnerve_server.models.base import ImageItem
@@ -61,6 +61,20 @@ def test_products_are_those_of_the_configuration_over_the_rows_of_the_capacity(c
     assert sum(product.weight.data_ptr() in stored for product in products) == depth
     with torch.inference_mode():
         products_run(products, torch.device("cpu"))()
+
+
+def test_products_are_known_by_whatever_name_torch_has_for_them() -> None:
+    weight, bias, x = torch.rand(5, 7), torch.rand(7), torch.rand(3, 5)  # [inputs, outputs]
+    with torch.inference_mode(), Recorder() as recorder:
+        torch.mm(x, weight)
+        torch.addmm(bias, x, weight)
+        torch._addmm_activation(bias, x, weight, use_gelu=True)
+        torch.nn.functional.linear(x[None, :2], weight.t(), bias)
+        torch.nn.functional.linear(x, weight.t())
+        torch.bmm(x[None], x.t()[None])  # attention's own, no weight is in it
+    assert [product.rows for product in recorder.products] == [3, 3, 3, 2, 3]
+    assert [product.bias is bias for product in recorder.products] == [False, True, True, True, False]
+    assert all(torch.equal(product.weight, weight) for product in recorder.products)
 
 
 def test_attention_is_that_of_every_layer_over_the_segments_that_are_there(checkpoint: str) -> None:

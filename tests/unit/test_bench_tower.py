@@ -18,13 +18,14 @@ from opticnerve_server.attention.sdpa import Sdpa
 from opticnerve_server.bench import backends, batches, saturation, tables
 from opticnerve_server.bench.build import Built, capture
 from opticnerve_server.bench.calls import engine_of, measure, place
-from opticnerve_server.bench.policies import Policy, doubled, eager, greedy, most_images
+from opticnerve_server.bench.policies import Policy, doubled, eager, greedy, greedy_capacities, most_images
 from opticnerve_server.bench.recorder import Heard
 from opticnerve_server.dispatcher import Finished
+from opticnerve_server.graphs import fits, plan_capacities
 from opticnerve_server.models import registry
 from opticnerve_server.models.base import ImageItem
 from opticnerve_server.models.checkpoint import write_checkpoint
-from opticnerve_server.types import ItemPlan
+from opticnerve_server.types import Capacity, ItemPlan, Load
 
 CAP = 64
 
@@ -78,6 +79,21 @@ def test_greedy_budgets_double_up_to_the_largest() -> None:
     for model, most in (("qwen3-vl-8b", 64), ("qwen2.5-vl-7b", 64), ("deepseek-ocr", 5120 // 100)):
         paths = registry.build_planner(registry.open_model(f"preset:{model}", "dummy")).paths
         assert most_images(paths, 5120) == most
+
+
+def test_segments_never_keep_a_greedy_batch_from_its_budget() -> None:
+    paths = registry.build_planner(registry.open_model("preset:qwen3-vl-8b", "dummy")).paths
+    ours = plan_capacities(paths, explicit={}, cap=5120, max_items=None, launches_by_segments=True)
+    capacities = greedy_capacities(paths, ours, 5120, by_segments=True)["default"]
+    assert sorted({capacity.units for capacity in capacities}) == doubled(64, 5120)
+    for units in doubled(64, 5120):
+        anything = Load(units, items=64, segments=64, longest=4 * units)
+        chosen = fits(capacities, anything)
+        assert isinstance(chosen, Capacity)
+        assert chosen.units == units
+        few = fits(capacities, Load(units, items=1, segments=1, longest=4 * units))
+        assert isinstance(few, Capacity)
+        assert (few.units, few.segments) == (units, 8)  # as ours has it
 
 
 @pytest.mark.parametrize("attention", [Sdpa(), LaunchesBySegments()])

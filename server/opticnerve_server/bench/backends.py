@@ -17,7 +17,8 @@ from ..settings import ConfigError
 from ..types import Capacity, Load
 from .batches import BATCHES
 from .build import Built, build
-from .timing import Progress, device_ms
+from .progress import Progress
+from .timing import device_ms
 
 SHOWN = ("1x336", "8x672", "1x2048")
 

@@ -26,7 +26,13 @@ from ..types import ROW_BYTES, Capacity, ItemPlan
 
 
 class InProcessEngine:
-    """Runs batches on a thread of its own; use as a context manager."""
+    """Runs batches on a thread of its own; use as a context manager.
+
+    `on_finished` runs on the finisher when the rows of a batch are in their slots; with `landed_first` a batch is given
+    to the dispatcher only when its pixels are on the device. Of every batch it keeps, until `forget`: what became of it
+    (`batches`), when the dispatcher was given it and when it was computed (`given_at`, `computed_at`, by
+    time.perf_counter()), and what the device thread has spent on it, landing pixels and launching (`host_s`).
+    """
 
     def __init__(
         self,
@@ -38,10 +44,7 @@ class InProcessEngine:
         slot_bytes: int = 2 << 30,
         on_computed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_computed` runs on the finisher after each batch, before the device may take the next.
-
-        `capacities` bound a batch, and without `use_graphs` those that run eagerly.
-        """
+        """`capacities` bound batches. `on_computed` runs on the finisher after each, before the device is free."""
         self.tower = tower
         self.slots = torch.empty(slot_bytes, dtype=torch.uint8, pin_memory=tower.device.type == "cuda")
         self.ledger = Ledger(max_items=1 << 16, max_tokens=1 << 30, max_bytes=slot_bytes)
@@ -57,13 +60,11 @@ class InProcessEngine:
             on_finished=self._finished,
         )
         self.on_finished: Callable[[Finished], None] = lambda finished: None
-        """Runs on the finisher when the rows of a batch are in their slots."""
         self.landed_first = False
-        """Whether a batch is given to the dispatcher only when its pixels are on the device."""
         self.batches: list[Finished] = []
-        self.given_at: list[float] = []  # time.perf_counter() when the dispatcher was given each batch
-        self.computed_at: list[float] = []  # and when each was computed
-        self.host_s: list[float] = []  # what the device thread has spent on each, landing and launching
+        self.given_at: list[float] = []
+        self.computed_at: list[float] = []
+        self.host_s: list[float] = []
         self._landing_s = 0.0
         self.error: BaseException | None = None
         self._calls = 0

@@ -24,6 +24,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
+from multiprocessing.synchronize import Barrier
 
 import opticnerve
 
@@ -34,9 +35,9 @@ from ..models import registry
 from ..settings import add_flags
 from . import plot
 from .images import jpeg, size
+from .progress import Progress
 from .report import Figures, report
 from .report import add_flags as add_report_flags
-from .timing import Progress
 
 IMAGES = 32
 """Different images of each size; the server has no store, so that none is remembered."""
@@ -126,7 +127,27 @@ def calls(order: Order) -> list[tuple[float, float, int, int]]:
     return [call for call in asyncio.run(_call(order)) if call[0] >= order.begin]
 
 
-def measure(server: LocalServer, pool: ProcessPoolExecutor, order: Order, processes: int, share: float) -> Run:
+class Callers(ProcessPoolExecutor):
+    """Processes of callers, all of which have started and imported what they need when this is made."""
+
+    def __init__(self, count: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        super().__init__(count, context, _keep, (context.Barrier(count),))
+        list(self.map(_meet, range(count)))
+
+
+_meeting: list[Barrier] = []
+
+
+def _keep(barrier: Barrier) -> None:
+    _meeting.append(barrier)
+
+
+def _meet(_: int) -> None:
+    _meeting[0].wait()
+
+
+def measure(server: LocalServer, pool: Callers, order: Order, processes: int, share: float) -> Run:
     """One run; `order.rate` and `order.callers` are those of all processes together."""
     begin = time.time() + START_S + 0.05 * processes
     each = [
@@ -139,7 +160,7 @@ def measure(server: LocalServer, pool: ProcessPoolExecutor, order: Order, proces
     done = [call for own in answers for call in own]
     after = dict(zip(METRICS, server.totals(*METRICS.values()), strict=True))
     grown = {name: after[name] - before[name] for name in METRICS}
-    elapsed = max((end for _, end, _, _ in done), default=begin) - begin
+    elapsed = max((end for _, end, _, _ in done), default=begin + order.seconds) - begin
     good = [call for call in done if call[2]]
     latencies = sorted((end - due) * 1e3 for due, end, _, _ in good) or [math.nan]
     return Run(
@@ -205,9 +226,8 @@ def measure_serve(options: argparse.Namespace, parser: argparse.ArgumentParser) 
     registry.open_model(config.model, config.load_format, projector=config.projector)  # the cheapest mistakes first
     images = [jpeg(height, width, seed) for height, width in options.sizes for seed in range(IMAGES)]
     runs: list[Run] = []
-    context = multiprocessing.get_context("spawn")
     progress = Progress(1 + len(options.loads))
-    with LocalServer(config) as server, ProcessPoolExecutor(options.processes, context) as pool:
+    with LocalServer(config) as server, Callers(options.processes) as pool:
         order = Order(server.address, images, options.items, 0, options.callers, 0, options.seconds, 0)
         for share in (0.0, *options.loads):
             rate = share * runs[0].items_s / options.items if runs else 0.0

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -73,32 +73,27 @@ def captured(run: Callable[[], object], device: torch.device) -> Callable[[], ob
     """`run` in a CUDA graph of its own, after one run outside of it; on a CPU `run` itself."""
     if device.type != "cuda":
         return run
-    run()
-    graph = torch.cuda.CUDAGraph()
+    graph, stream = torch.cuda.CUDAGraph(), _capture_stream(device)
+    torch.cuda.synchronize(device)
     enabled = gc.isenabled()
     gc.disable()  # a collection that frees another graph aborts the process
     try:
-        with torch.cuda.graph(graph):
+        with torch.cuda.stream(stream):
             run()
+            torch.cuda.synchronize(device)
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
     finally:
         if enabled:
             gc.enable()
+    torch.cuda.synchronize(device)
     return graph.replay
 
 
-class Progress:
-    """How far a bench is, on one line of standard error."""
-
-    WIDTH = 30
-
-    def __init__(self, total: int) -> None:
-        self._total, self._done = total, 0
-
-    def step(self, what: str) -> None:
-        """`what` begins; a step more is done with the next call."""
-        bar = ("#" * (self._done * self.WIDTH // self._total)).ljust(self.WIDTH, ".")
-        print(f"\r\033[K[{bar}] {self._done} of {self._total}: {what}", end="", file=sys.stderr, flush=True)
-        self._done += 1
-
-    def end(self) -> None:
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all, as libraries keep a workspace for each."""
+    return torch.cuda.Stream(device)

@@ -33,11 +33,11 @@ from .build import Built, add_flags, build, capture
 from .calls import engine_of, measure, place, replay_and_ceiling
 from .inprocess import InProcessEngine
 from .policies import Policy, eager, greedy
+from .progress import Progress
 from .reference import Reference, measure_reference, reference
 from .report import Figures, report
 from .report import add_flags as add_report_flags
 from .tables import tower_markdown
-from .timing import Progress
 
 Engines = Sequence[tuple[Policy, InProcessEngine]]
 
