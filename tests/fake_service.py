@@ -68,6 +68,7 @@ class FakeService(encoder_pb2_grpc.EncoderServiceServicer):
         self._scripts = list(scripts)
         self.info = info or pb.GetServerInfoResponse(phase=pb.PHASE_READY)
         self.encode_requests: list[pb.EncodeRequest] = []
+        self.peers: list[str] = []  # of the calls of Encode
         self.digests: list[str | None] = []  # the metadata of that name, of each call of Encode and Release
         self.plan_requests: list[pb.PlanItemsRequest] = []
         self.plan: Callable[[pb.PlanItemsRequest], pb.PlanItemsResponse] = lambda _: pb.PlanItemsResponse()
@@ -75,6 +76,7 @@ class FakeService(encoder_pb2_grpc.EncoderServiceServicer):
 
     async def Encode(self, request: pb.EncodeRequest, context: Any) -> AsyncIterator[pb.EncodeResponse]:
         self.encode_requests.append(request)
+        self.peers.append(context.peer())
         self.digests.append(dict(context.invocation_metadata()).get("opticnerve-digest"))
         script = self._scripts.pop(0) if len(self._scripts) > 1 else self._scripts[0]
         try:

@@ -21,6 +21,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from opticnerve.chunks import unpack
 from opticnerve.tensors import Receiver
 from opticnerve.v1 import encoder_pb2 as pb
 from opticnerve.v1 import encoder_pb2_grpc as pb_grpc
@@ -37,7 +38,7 @@ async def call(stub: Any, data: bytes, deadline: float) -> str:
     request = pb.EncodeRequest(items=[pb.Item(encoded_image=pb.EncodedImage(data=data))], dtype=pb.DTYPE_BFLOAT16)
     try:
         async for message in stub.Encode(request, timeout=deadline):
-            answer = receiver.receive(message)
+            answer = receiver.receive(unpack(message.SerializeToString()))
             if isinstance(answer, Exception):
                 return repr(answer)
         receiver.close()
@@ -106,7 +107,9 @@ def stall(address: str) -> None:
     image = pb.RawImage(height=1024, width=1024, data=bytes(3 << 20))
     request = pb.EncodeRequest(items=[pb.Item(raw_image=image)] * 6, dtype=pb.DTYPE_FLOAT32)
     with grpc.insecure_channel(address, options=narrow) as channel:
-        next(pb_grpc.EncoderServiceStub(channel).Encode(request))
+        # Several, as the sockets' buffers can hold all rows of one.
+        calls = [pb_grpc.EncoderServiceStub(channel).Encode(request) for _ in range(3)]
+        next(calls[0])
         print("reading", flush=True)
         time.sleep(600)
 

@@ -7,10 +7,11 @@ connection that died silently is noticed after hours; a channel sends all its ca
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -18,11 +19,16 @@ from google.rpc import status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
+from opticnerve.chunks import RowChunk, unpack
+from opticnerve.digests import Metadata
 from opticnerve.errors import ProtocolError, ServerError, UnavailableError, from_status
+from opticnerve.v1 import encoder_pb2 as pb
 from opticnerve.v1 import encoder_pb2_grpc
 
 if TYPE_CHECKING:
     from opticnerve.v1.encoder_pb2_grpc import EncoderServiceAsyncStub
+
+    EncodeCall: TypeAlias = grpc.aio.UnaryStreamCall[pb.EncodeRequest, pb.EncodeResponse | RowChunk]
 
 SERVICE = "opticnerve.v1.EncoderService"
 
@@ -49,12 +55,18 @@ SERVICE_CONFIG: dict[str, Any] = {
 """The service config we ship, equal to `deploy/grpc/service-config.json`."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.use_local_subchannel_pool", 1),  # otherwise channels with the same options share their connections
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.keepalive_permit_without_calls", 1),
     # A request over this is sent once only. The server's own default limit of a request.
     ("grpc.per_rpc_retry_buffer_size", 32 << 20),
 )
+
+MAX_CHANNELS = 8
+"""Connections to each server. One leads to one process of the server and never to another, and a process of Python
+streams less than a gigabyte a second: callers with many calls at once need several. Those with few have few.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +92,37 @@ class Tls:
         return grpc.ssl_channel_credentials(ca, key, cert)
 
 
+class _Channel:
+    """One channel and the methods on it."""
+
+    def __init__(self, server: str, options: list[tuple[str, Any]], tls: Tls | None) -> None:
+        if tls is None:
+            self.channel = grpc.aio.insecure_channel(server, options=options)
+        else:
+            self.channel = grpc.aio.secure_channel(server, tls.credentials(), options=options)
+        self.active = 0  # calls of Encode
+        self._encode = self.channel.unary_stream(
+            f"/{SERVICE}/Encode", request_serializer=pb.EncodeRequest.SerializeToString, response_deserializer=unpack
+        )
+
+    def encode(self, request: pb.EncodeRequest, timeout: float | None, metadata: Metadata) -> EncodeCall:
+        call = self._encode(request, timeout=timeout, metadata=metadata)
+        self.active += 1
+        call.add_done_callback(self._ended)
+        return call
+
+    def _ended(self, _: object) -> None:
+        self.active -= 1
+
+
 class Connection:
-    """One channel and the stubs on it. Belongs to the event loop that runs when it is made.
+    """What leads to a server. Belongs to the event loop that runs when it is made.
 
     With `wait_until_ready`, calls go to servers whose health service says SERVING, and wait for one within their
     deadline. Without it, health is not asked: a call fails at once where no server listens, and reaches a server that
     is still loading, which answers why it refuses.
 
-    `metadata` goes with every call of `encoder`: it carries `token`. `tls` None is plaintext, the token too.
+    `metadata` goes with every call: it carries `token`. `tls` None is plaintext, the token too.
     """
 
     def __init__(self, server: str, *, wait_until_ready: bool, tls: Tls | None = None, token: str = "") -> None:
@@ -96,18 +131,25 @@ class Connection:
             del config["healthCheckConfig"]
             config["methodConfig"] = [{**method, "waitForReady": False} for method in config["methodConfig"]]
         options = [*CHANNEL_OPTIONS, ("grpc.service_config", json.dumps(config))]
-        if tls is None:
-            self._channel = grpc.aio.insecure_channel(server, options=options)
-        else:
-            self._channel = grpc.aio.secure_channel(server, tls.credentials(), options=options)
+        self._open: Callable[[], _Channel] = lambda: _Channel(server, options, tls)
+        self._channels = [self._open()]
         self.metadata = (("authorization", f"Bearer {token}"),) if token else ()
-        self.encoder = cast("EncoderServiceAsyncStub", encoder_pb2_grpc.EncoderServiceStub(self._channel))
-        self._health = health_pb2_grpc.HealthStub(self._channel)
+        first = self._channels[0].channel
+        self.encoder = cast("EncoderServiceAsyncStub", encoder_pb2_grpc.EncoderServiceStub(first))
+        self._health = health_pb2_grpc.HealthStub(first)
+
+    def encode(self, request: pb.EncodeRequest, timeout: float | None, affinity: Metadata = ()) -> EncodeCall:
+        """A call of Encode, on the channel that has the fewest; while all have one, a new one is opened."""
+        channel = min(self._channels, key=lambda channel: channel.active)
+        if channel.active and len(self._channels) < MAX_CHANNELS:
+            channel = self._open()
+            self._channels.append(channel)
+        return channel.encode(request, timeout, (*self.metadata, *affinity))
 
     @property
     def is_ready(self) -> bool:
         """Whether a server that takes calls is connected now."""
-        return self._channel.get_state() is grpc.ChannelConnectivity.READY
+        return self._channels[0].channel.get_state() is grpc.ChannelConnectivity.READY
 
     async def check_health(self, service: str, timeout: float | None) -> str:
         """Name of the serving status, such as "NOT_SERVING". Raises grpc.aio.AioRpcError."""
@@ -116,7 +158,8 @@ class Connection:
 
     async def close(self) -> None:
         """Cancels what is in flight."""
-        await self._channel.close(None)
+        for channel in self._channels:
+            await channel.channel.close(None)
 
 
 def to_server_error(error: grpc.aio.AioRpcError) -> ServerError:

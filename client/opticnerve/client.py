@@ -327,7 +327,7 @@ class AsyncClient:
         self, request: pb.EncodeRequest, affinity: Metadata, receiver: Receiver, patience: Patience
     ) -> AsyncGenerator[tuple[int, Embedding | Held | ServerError], None]:
         connection = self._connection(self._wait_until_ready)
-        call = connection.encoder.Encode(request, timeout=patience.left(), metadata=(*connection.metadata, *affinity))
+        call = connection.encode(request, patience.left(), affinity)
         try:
             async for message in call:
                 answer = receiver.receive(message)

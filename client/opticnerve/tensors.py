@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 import ml_dtypes
 import numpy as np
 
+from opticnerve.chunks import RowChunk
 from opticnerve.errors import ChecksumError, ProtocolError, ServerError, from_item
 from opticnerve.v1 import encoder_pb2 as pb
 
@@ -209,26 +210,30 @@ class Receiver:
         self._unanswered = set(range(len(indices)))
         self._rows: _Rows | _NoRows | None = None
 
-    def receive(self, message: pb.EncodeResponse) -> tuple[int, Embedding | Held | ServerError] | None:
-        """Takes the next message; returns the caller's position and the answer when it ends an item.
+    def receive(self, message: pb.EncodeResponse | RowChunk) -> tuple[int, Embedding | Held | ServerError] | None:
+        """Takes the next message, as `chunks.unpack` gives it; returns the caller's position and the answer when it
+        ends an item.
 
         Raises ProtocolError when the message is against the contract.
         """
-        position, event = message.item_index, message.WhichOneof("event")
+        position = message.item_index
+        event = "chunk" if isinstance(message, RowChunk) else message.WhichOneof("event")
         if position not in self._unanswered:
             raise ProtocolError(f"the server answers item {position}, which is answered already or was never sent")
         index = self._indices[position]
         if self._rows is not None and self._rows.index != index:
             raise ProtocolError(f"item {index}: {event} arrives before item {self._rows.index} is finished")
         answer: Embedding | Held | ServerError
+        if isinstance(message, RowChunk):
+            if self._rows is None:
+                raise ProtocolError(f"item {index}: {event} does not belong here")
+            self._rows.add(message)
+            return None
         if event == "failed":
             answer = from_item(message.failed, index)
         elif event == "started" and self._rows is None:
             begin = _NoRows if self._held else _Rows
             self._rows = begin(index, message.started, self._dtype)
-            return None
-        elif event == "chunk" and self._rows is not None:
-            self._rows.add(message.chunk)
             return None
         elif event == "finished" and self._rows is not None:
             answer = self._rows.finish(message.finished)
@@ -264,8 +269,8 @@ class _Rows:
         self._received = 0
         self._crc32 = 0
 
-    def add(self, chunk: pb.TensorChunk) -> None:
-        data = chunk.data  # each access to a bytes field makes a copy
+    def add(self, chunk: RowChunk) -> None:
+        data = chunk.data
         end = self._received + len(data)
         if chunk.offset != self._received or end > self._buffer.size or len(data) % self._array.strides[0]:
             raise ProtocolError(
@@ -304,7 +309,7 @@ class _NoRows:
         self.index = index
         self._started = started
 
-    def add(self, chunk: pb.TensorChunk) -> None:
+    def add(self, chunk: RowChunk) -> None:
         raise ProtocolError(f"item {self.index}: rows arrive that were to be held")
 
     def finish(self, finished: pb.ItemFinished) -> Held:

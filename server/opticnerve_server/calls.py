@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from google.rpc import code_pb2
 
@@ -138,7 +138,10 @@ class CallItem:
         return spans | {Stage.STREAM: (self.ready_at, self.ready_at + self.seconds[Stage.STREAM])}
 
 
-_Answerer = Callable[[CallItem], AsyncGenerator[pb.EncodeResponse, None]]
+Answer: TypeAlias = pb.EncodeResponse | bytes
+"""A message, or one of rows, which is serialised already."""
+
+_Answerer = Callable[[CallItem], AsyncGenerator[Answer, None]]
 
 
 class Call:
@@ -166,7 +169,7 @@ class Call:
             except ServiceError as error:
                 self._refused[index] = error
 
-    async def stream(self) -> AsyncGenerator[pb.EncodeResponse, None]:
+    async def stream(self) -> AsyncGenerator[Answer, None]:
         """The answers of all items with their rows, in the order of their first rows.
 
         Nothing is sent before admission: after its first message a call is not retried by the channel.
@@ -181,7 +184,7 @@ class Call:
                 for task in tasks:
                     task.cancel()
 
-    async def hold(self, activity: Activity) -> AsyncGenerator[pb.EncodeResponse, None]:
+    async def hold(self, activity: Activity) -> AsyncGenerator[Answer, None]:
         """The answers of all items as soon as they are planned. Once admitted they are encoded whoever goes away."""
         admitted: asyncio.Future[list[CallItem]] = asyncio.get_running_loop().create_future()
 
@@ -224,7 +227,7 @@ class Call:
                     items.append(CallItem(planned, grant, seconds, planned.plan, is_shared=not grant.writes))
             yield items
 
-    async def _answers(self, items: list[CallItem], answer: _Answerer) -> AsyncGenerator[pb.EncodeResponse, None]:
+    async def _answers(self, items: list[CallItem], answer: _Answerer) -> AsyncGenerator[Answer, None]:
         """The answers of all items as they get ready; counts how each ends."""
         waiting = len(self._refused) + len(items)
         try:
@@ -295,7 +298,7 @@ class Call:
 
     # --- answering
 
-    async def _answer(self, item: CallItem) -> AsyncGenerator[pb.EncodeResponse, None]:
+    async def _answer(self, item: CallItem) -> AsyncGenerator[Answer, None]:
         """All messages of an item. Its slot is released when the transport has taken the last row that there is."""
         options = self._options
         stream = RowStream(item.index, item.admitted.rows, options.row_bytes, options.max_chunk_bytes)
@@ -324,7 +327,7 @@ class Call:
         tracing.item(item.index, item.stages(options.arrived), dispatches)
         yield _finished(item, dispatches, stream.crc32)
 
-    async def _answer_held(self, item: CallItem) -> AsyncGenerator[pb.EncodeResponse, None]:
+    async def _answer_held(self, item: CallItem) -> AsyncGenerator[Answer, None]:
         """Both messages of an item that is held."""
         if item.failure is not None:
             yield _failed(item.index, item.failure)

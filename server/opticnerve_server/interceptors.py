@@ -51,8 +51,9 @@ class Border(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     Requests are parsed here, not by gRPC, which answers UNKNOWN with the name of a class to bytes that are no message.
 
-    Streams are written here, not by gRPC, and their generator is closed here: left to itself, gRPC abandons it at the
-    `yield` when a call is cancelled, and its slots return only when the interpreter collects it.
+    Streams are serialised and written here, not by gRPC: rows come as bytes already. Their generator is closed here:
+    left to itself, gRPC abandons it at the `yield` when a call is cancelled, and its slots return only when the
+    interpreter collects it.
     """
 
     def __init__(self, state: ServerState, tokens: Tokens | None) -> None:
@@ -72,9 +73,7 @@ class Border(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if service != SERVICE:
             return self._reflection(handler)
         if handler.unary_stream is not None:
-            return grpc.unary_stream_rpc_method_handler(
-                self._stream(method, handler), response_serializer=handler.response_serializer
-            )
+            return grpc.unary_stream_rpc_method_handler(self._stream(method, handler))
         return grpc.unary_unary_rpc_method_handler(
             self._unary(method, handler), response_serializer=handler.response_serializer
         )
@@ -95,7 +94,7 @@ class Border(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         async def answer(data: bytes, context: Context, access: Access) -> None:
             self._admit(context)
             access.request(request := _parsed(handler, data))
-            await self._write_all(handler.unary_stream(request, context), context, access)
+            await self._write_all(handler, handler.unary_stream(request, context), context, access)
 
         async def stream(data: bytes, context: Context) -> None:
             access = _identified(method, context)
@@ -164,11 +163,15 @@ class Border(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 metadata={"default_timeout": f"{seconds:g}"},
             ) from error
 
-    async def _write_all(self, responses: AsyncGenerator[Any, None], context: Context, access: Access) -> None:
+    async def _write_all(
+        self, handler: Any, responses: AsyncGenerator[Any, None], context: Context, access: Access
+    ) -> None:
         seconds = self._state.config.stream_stall_timeout
         async with aclosing(responses):
             async for response in responses:
-                access.response(response)
+                if not isinstance(response, bytes):
+                    access.response(response)
+                    response = handler.response_serializer(response)
                 try:
                     async with asyncio.timeout(seconds):
                         await context.write(response)

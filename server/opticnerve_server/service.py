@@ -17,7 +17,7 @@ from opticnerve.v1 import encoder_pb2_grpc as pb_grpc
 from . import wire
 from .admission import Admission
 from .auth import TENANT
-from .calls import Activity, Call, Options
+from .calls import Activity, Answer, Call, Options
 from .config import MAX_QUEUE_ITEMS
 from .errors import ServiceError, to_item_failed
 from .info import Model, ServerState, server_info
@@ -82,11 +82,11 @@ class EncoderService(pb_grpc.EncoderServiceServicer):
             fingerprint=engine.fingerprint,
         )
 
-    async def Encode(
+    async def Encode(  # type: ignore[override]  # rows come as bytes
         self,
         request: pb.EncodeRequest,
         context: grpc.aio.ServicerContext[pb.EncodeRequest, pb.EncodeResponse],
-    ) -> AsyncIterator[pb.EncodeResponse]:
+    ) -> AsyncIterator[Answer]:
         left = context.time_remaining()
         options = self._options(request, self._state.config.default_timeout if left is None else left)
         with self._activity:

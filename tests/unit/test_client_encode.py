@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -28,7 +29,8 @@ from fake_service import (
     started,
 )
 from opticnerve import AsyncClient, Digest, Embedding, ProtocolError, ServerError, errors
-from opticnerve.channel import Connection
+from opticnerve.channel import MAX_CHANNELS, Connection
+from opticnerve.chunks import unpack
 from opticnerve.retry import Patience
 from opticnerve.v1 import encoder_pb2 as pb
 
@@ -64,6 +66,22 @@ async def test_an_item_is_yielded_before_the_next_one_is_answered() -> None:
         async with aclosing(client.encode([b"\x01", b"\x02"])) as embeddings:
             assert values([await anext(embeddings)]) == [1]
         await asyncio.wait_for(service.cancelled.wait(), 5)  # closing the iterator cancels the call
+
+
+async def test_calls_at_once_have_connections_of_their_own_up_to_a_limit() -> None:
+    """One connection leads to one process of a server. Calls one behind another need no second one."""
+    service = FakeService(lambda request: [Sleep(0.05), *answer_all(request)])
+    async with serving(service) as address, AsyncClient(address, timeout=10) as client:
+
+        async def call(number: int) -> list[int]:
+            return values([embedding async for embedding in client.encode([bytes([number])])])
+
+        for number in range(3):
+            assert await call(number) == [number]
+        assert len(set(service.peers)) == 1
+        assert await asyncio.gather(*(call(number) for number in range(40))) == [[number] for number in range(40)]
+    each = Counter(service.peers[3:]).values()
+    assert (len(each), max(each)) == (MAX_CHANNELS, 40 / MAX_CHANNELS)
 
 
 async def test_the_embedding_says_what_the_server_said() -> None:
@@ -304,9 +322,9 @@ async def test_a_large_request_is_tried_again_by_the_channel_itself() -> None:
     request = pb.EncodeRequest(items=[pb.Item(encoded_image=pb.EncodedImage(data=b"\x05" * (4 << 20)))])
     async with serving(service) as address:
         connection = Connection(address, wait_until_ready=True)
-        messages = [message async for message in connection.encoder.Encode(request, timeout=10)]
+        messages = [message async for message in connection.encode(request, 10)]
         await connection.close()
-    assert messages == answer_all(request)
+    assert messages == [unpack(message.SerializeToString()) for message in answer_all(request)]
     assert len(service.encode_requests) == 3
 
 

@@ -13,6 +13,7 @@ import torch
 
 from fake_service import answer
 from opticnerve import Embedding
+from opticnerve.chunks import unpack
 from opticnerve.tensors import Receiver
 
 ROWS = np.random.default_rng(3).standard_normal((6, 12)).astype(np.float32)
@@ -20,7 +21,8 @@ ROWS = np.random.default_rng(3).standard_normal((6, 12)).astype(np.float32)
 
 def receive(rows: np.ndarray[Any, Any], dtype: str, **layout: int) -> Embedding:
     receiver = Receiver([0], dtype)
-    *_, (index, embedding) = filter(None, map(receiver.receive, answer(0, rows, **layout)))
+    messages = (unpack(message.SerializeToString()) for message in answer(0, rows, **layout))
+    *_, (index, embedding) = filter(None, map(receiver.receive, messages))
     receiver.close()
     assert index == 0
     assert isinstance(embedding, Embedding)

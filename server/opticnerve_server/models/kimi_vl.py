@@ -23,7 +23,7 @@ from .base import PlanError
 from .config import GridConfig, ModelError, read_grid_config
 from .grid import GridPlanner
 from .grid_tower import Frame, GridTower
-from .layers import LayerNorm, Linear, PatchEmbed, Rope, Segments, through
+from .layers import GeluMLP, LayerNorm, Linear, PatchEmbed, Rope, Segments, through
 from .patches import RasterFormat
 from .processor import PLAIN, ProcessorClass, ProcessorError, read_channels, read_settings, require
 from .resize import pillow_bicubic
@@ -127,14 +127,13 @@ class Block:
     """Pre-norm residual attention and MLP."""
 
     def __init__(self, source: TensorSource, name: str, config: KimiVLConfig, backend: AttentionBackend) -> None:
-        width, inner = config.hidden_size, config.intermediate_size
+        width, layers = config.hidden_size, (f"{name}.mlp.fc0", f"{name}.mlp.fc1")
         self.heads, self.backend = config.num_heads, backend
         self.norm0 = LayerNorm.take(source, f"{name}.norm0", width, eps=1e-5)
         self.qkv = Linear.take(source, f"{name}.wqkv", width, 3 * width)
         self.out = Linear.take(source, f"{name}.wo", width, width)
         self.norm1 = LayerNorm.take(source, f"{name}.norm1", width, eps=1e-5)
-        self.fc0 = Linear.take(source, f"{name}.mlp.fc0", width, inner)
-        self.fc1 = Linear.take(source, f"{name}.mlp.fc1", inner, width)
+        self.mlp = GeluMLP.take(source, layers, width, config.intermediate_size)
 
     def __call__(
         self, x: torch.Tensor, delta: torch.Tensor | None, turns: torch.Tensor, segments: Segments
@@ -146,7 +145,7 @@ class Block:
         kernels.rotate_(qkv, turns)
         q, k, v = qkv.unbind(1)
         x, y = self.norm1.after(x, self.out(self.backend.attend(q, k, v, cu, cu, longest, longest, rows).flatten(1)))
-        return x, self.fc1(self.fc0.gelu(y))
+        return x, self.mlp(y)
 
 
 class KimiVLTower(GridTower):

@@ -23,7 +23,7 @@ from .base import BufferSpec
 from .config import GridConfig, ModelError
 from .grid import GridPlanner
 from .grid_tower import Frame, GridTower
-from .layers import LayerNorm, Linear, PatchEmbed, Rope, Segments, SelfAttention
+from .layers import GeluMLP, LayerNorm, Linear, PatchEmbed, Rope, Segments, SelfAttention
 from .weights import TensorSource
 
 
@@ -91,18 +91,16 @@ class Block:
     norm1: LayerNorm
     attention: SelfAttention
     norm2: LayerNorm
-    fc1: Linear
-    fc2: Linear
+    mlp: GeluMLP
 
     @classmethod
     def take(cls, source: TensorSource, name: str, config: Qwen3VLConfig, backend: AttentionBackend) -> Self:
-        width, inner = config.hidden_size, config.intermediate_size
+        width, layers = config.hidden_size, (f"{name}.mlp.linear_fc1", f"{name}.mlp.linear_fc2")
         return cls(
             norm1=LayerNorm.take(source, f"{name}.norm1", width),
             attention=SelfAttention.take(source, f"{name}.attn", width, config.num_heads, backend),
             norm2=LayerNorm.take(source, f"{name}.norm2", width),
-            fc1=Linear.take(source, f"{name}.mlp.linear_fc1", width, inner),
-            fc2=Linear.take(source, f"{name}.mlp.linear_fc2", inner, width),
+            mlp=GeluMLP.take(source, layers, width, config.intermediate_size),
         )
 
     def __call__(
@@ -111,7 +109,7 @@ class Block:
         """See `layers.through`."""
         x, y = self.norm1.after(x, delta)
         x, y = self.norm2.after(x, self.attention(y, turns, segments))
-        return x, self.fc2(self.fc1.gelu(y))
+        return x, self.mlp(y)
 
 
 @dataclass(frozen=True, slots=True)

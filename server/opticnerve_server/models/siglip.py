@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..attention.base import AttentionBackend
-from .layers import LayerNorm, Linear, Segments
+from .layers import GeluMLP, LayerNorm, Linear, Segments
 from .tile_tower import TileConfig
 from .weights import TensorSource
 
@@ -22,8 +22,8 @@ class Block:
         self.qkv = Linear.joined(Linear.take(source, f"{name}.self_attn.{part}_proj", width, width) for part in "qkv")
         self.out = Linear.take(source, f"{name}.self_attn.out_proj", width, width)
         self.norm2 = LayerNorm.take(source, f"{name}.layer_norm2", width, eps)
-        self.fc1 = Linear.take(source, f"{name}.mlp.fc1", width, config.intermediate_size)
-        self.fc2 = Linear.take(source, f"{name}.mlp.fc2", config.intermediate_size, width)
+        layers = f"{name}.mlp.fc1", f"{name}.mlp.fc2"
+        self.mlp = GeluMLP.take(source, layers, width, config.intermediate_size)
 
     def __call__(
         self, x: torch.Tensor, delta: torch.Tensor | None, segments: Segments
@@ -33,4 +33,4 @@ class Block:
         x, y = self.norm1.after(x, delta)
         q, k, v = self.qkv(y).view(rows, 3, self.heads, -1).unbind(1)
         x, y = self.norm2.after(x, self.out(self.backend.attend(q, k, v, cu, cu, longest, longest, rows).flatten(1)))
-        return x, self.fc2(self.fc1.gelu(y))
+        return x, self.mlp(y)
