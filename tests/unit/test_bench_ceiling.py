@@ -18,6 +18,7 @@ from opticnerve_server.buffers import Packing
 from opticnerve_server.models import registry
 from opticnerve_server.models.base import ImageItem
 from opticnerve_server.models.checkpoint import write_checkpoint
+from opticnerve_server.models.layers import INNER_ALIGNMENT
 from opticnerve_server.selftest import write_batch
 from opticnerve_server.types import Capacity, ItemPlan
 
@@ -49,7 +50,7 @@ def test_products_are_those_of_the_configuration_over_the_rows_of_the_capacity(c
     width, inner, depth = config["hidden_size"], config["intermediate_size"], config["depth"]
     plan = built.tower.planner.plan(ImageItem(168, 112))  # 6 x 4 tokens
     products, _ = recorded(built, [plan], Capacity(units=40, items=1, segments=3, longest=96))
-    aligned, rows, patch = -(-inner // 8) * 8, 4 * 40, 3 * 2 * 14 * 14
+    aligned, rows, patch = -(-inner // INNER_ALIGNMENT) * INNER_ALIGNMENT, 4 * 40, 3 * 2 * 14 * 14
     block = [(width, 3 * width), (width, width), (width, 2 * aligned), (aligned, width)]
     merger = [(4 * width, 4 * width), (4 * width, config["out_hidden_size"])]
     shapes = [(rows, patch, width), *[(rows, *shape) for _ in range(depth) for shape in block]]
