@@ -131,6 +131,12 @@ def test_the_crossing_is_where_no_larger_budget_replays_faster() -> None:
     assert ceiling.crossing([*rows, row(1024, 19, 20)]) is None
 
 
+def test_a_model_of_tiles_is_told_where_its_bench_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_checkpoint("internvl", tmp_path / "tiles")
+    assert cli.main(["bench", "ceiling", "--model", str(tmp_path / "tiles"), "--device", "cpu"]) == 2
+    assert "tiles cuts images into tiles: `bench paths` measures its paths" in capsys.readouterr().err
+
+
 def test_the_command_measures_every_budget_and_draws_it(
     checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

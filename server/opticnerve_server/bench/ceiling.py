@@ -132,11 +132,16 @@ def image_of(planner: GridPlanner, tokens: int) -> ItemPlan | None:
     return None
 
 
-def measure(built: Built, graphs: GraphManager, repeats: int) -> list[Row]:
-    """A row for every budget and filling. Raises ConfigError for a tower that does not take grids. Inference mode."""
+def planner_of(built: Built) -> GridPlanner:
+    """The planner of a tower of grids. Raises ConfigError for any other: its budgets are whole tiles."""
     planner = built.tower.planner
     if not isinstance(planner, GridPlanner):
         raise ConfigError(f"{built.source.name} cuts images into tiles: `bench paths` measures its paths")
+    return planner
+
+
+def measure(built: Built, planner: GridPlanner, graphs: GraphManager, repeats: int) -> list[Row]:
+    """A row for every budget and filling. Inference mode."""
     (path,) = planner.paths
     budgets = graphs.paths[path].budgets
     rows, progress = [], Progress(len(budgets))
@@ -244,9 +249,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def measured() -> Figures:
         with torch.inference_mode():
             built = build(options)
+            planner = planner_of(built)
             explicit = {"": options.budgets} if options.budgets else {}
             graphs, _ = capture(built, options.max_token_budget, explicit)
-            rows = measure(built, graphs, options.repeats)
+            rows = measure(built, planner, graphs, options.repeats)
         return {**built.about, "rows": [asdict(row) for row in rows]}
 
     report("ceiling", options, measured, markdown, plot.ceiling)
