@@ -112,10 +112,10 @@ def test_budgets_are_filled_by_images_of_441_tokens_and_by_one(model: str) -> No
         units: {name: [part.tokens for part in batches[0]] for name, batches in ceiling.fillings(planner, units)}  # type: ignore[arg-type]
         for units in (64, 640, 1024, 5120)
     }
-    assert found[64] == {"one": [64]}
-    assert found[640]["441"] == [441, 198]  # 11 x 18
-    assert found[1024]["441"] == [441, 441, 140]
-    assert found[5120]["441"][:11] == [441] * 11
+    assert found[64] == {ceiling.ONE: [64]}
+    assert found[640][ceiling.MANY] == [441, 198]  # 11 x 18
+    assert found[1024][ceiling.MANY] == [441, 441, 140]
+    assert found[5120][ceiling.MANY][:11] == [441] * 11
     for units, ways in found.items():
         for tokens in ways.values():
             assert 0.97 * units <= sum(tokens) <= units
@@ -123,10 +123,11 @@ def test_budgets_are_filled_by_images_of_441_tokens_and_by_one(model: str) -> No
 
 def test_the_crossing_is_where_no_larger_budget_replays_faster() -> None:
     def row(budget: int, replay: float, eager: float) -> ceiling.Row:
-        return ceiling.Row(budget, "one", 1, budget, replay, 1.0, 1.0, 2.0, "", 1.0, eager)
+        return ceiling.Row(budget, ceiling.ONE, 1, budget, replay, 1.0, 1.0, 2.0, "", 1.0, eager)
 
     rows = [row(64, 1, 9), row(128, 3, 2), row(256, 4, 9), row(512, 9, 8), row(1024, 20, 20)]
     assert ceiling.crossing(rows) == 512
+    assert ceiling.crossing([*rows, row(512, 7.9, 8)]) == 512  # as good as equal
     assert ceiling.crossing([*rows, row(512, 7, 8)]) == 1024
     assert ceiling.crossing([*rows, row(1024, 19, 20)]) is None
 
@@ -138,18 +139,19 @@ def test_a_model_of_tiles_is_told_where_its_bench_is(tmp_path: Path, capsys: pyt
 
 
 def test_the_command_measures_every_budget_and_draws_it(
-    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(ceiling, "IMAGE_TOKENS", 36)
     figures, drawn = tmp_path / "ceiling.json", tmp_path / "ceiling.svg"
     model = ["--model", checkpoint, "--device", "cpu", "--dtype", "float32"]
-    command = ["bench", "ceiling", *model, "--budgets", "16", "448", "--repeats", "1", "--json", str(figures)]
+    command = ["bench", "ceiling", *model, "--budgets", "16", "40", "--repeats", "1", "--json", str(figures)]
     assert cli.main(command) == 0
     table = capsys.readouterr().out
     rows = json.loads(figures.read_text())["rows"]
     assert [(row["budget"], row["filling"], row["images"]) for row in rows] == [
-        (16, "one", 1),
-        (448, "441", 2),
-        (448, "one", 1),
+        (16, ceiling.ONE, 1),
+        (40, ceiling.MANY, 2),
+        (40, ceiling.ONE, 1),
     ]
     for row in rows:
         assert row["ceiling_ms"] == pytest.approx(row["products_ms"] + row["attention_ms"])

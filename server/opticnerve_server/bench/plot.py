@@ -48,7 +48,7 @@ def ceiling(figures: Mapping[str, Any]) -> Figure:
     """Time against tokens for both fillings, the budgets marked; below, how far replays are from the ceiling."""
     figure, axes = _panels(f"{figures['model']}, {figures['device']}, {figures['dtype']}", 2, 2, (11, 7), [3, 1.4])
     dots: dict[str, Any] = {"marker": "o", "markersize": 3.5}
-    for column, (filling, title) in enumerate((("441", "images of 441 tokens"), ("one", "one image"))):
+    for column, (filling, title) in enumerate((("images of 441", "images of 441 tokens"), ("one image", "one image"))):
         rows = [row for row in figures["rows"] if row["filling"] == filling]
         times, ratios = axes[0][column], axes[1][column]
         tokens = [row["tokens"] for row in rows]
