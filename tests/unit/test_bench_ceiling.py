@@ -144,14 +144,14 @@ def test_the_command_measures_every_budget_and_draws_it(
     monkeypatch.setattr(ceiling, "IMAGE_TOKENS", 36)
     figures, drawn = tmp_path / "ceiling.json", tmp_path / "ceiling.svg"
     model = ["--model", checkpoint, "--device", "cpu", "--dtype", "float32"]
-    command = ["bench", "ceiling", *model, "--budgets", "16", "40", "--repeats", "1", "--json", str(figures)]
+    command = ["bench", "ceiling", *model, "--budgets", "16", "45", "--repeats", "1", "--json", str(figures)]
     assert cli.main(command) == 0
     table = capsys.readouterr().out
     rows = json.loads(figures.read_text())["rows"]
     assert [(row["budget"], row["filling"], row["images"]) for row in rows] == [
         (16, ceiling.ONE, 1),
-        (40, ceiling.MANY, 2),
-        (40, ceiling.ONE, 1),
+        (45, ceiling.MANY, 2),
+        (45, ceiling.ONE, 1),
     ]
     for row in rows:
         assert row["ceiling_ms"] == pytest.approx(row["products_ms"] + row["attention_ms"])

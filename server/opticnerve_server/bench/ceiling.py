@@ -201,7 +201,7 @@ def eager_ms(tower: Tower, path: str, parts: Sequence[ItemPlan], repeats: int) -
 
 
 def crossing(rows: Sequence[Row]) -> int | None:
-    """The least budget from which on no batch replays faster, by TIE, than it runs eagerly; None if the largest does."""
+    """The least budget from which on no batch replays faster, by TIE, than eagerly; None if the largest does."""
     found = None
     for budget in sorted({row.budget for row in rows}, reverse=True):
         if any(TIE * row.replay_ms < row.eager_ms for row in rows if row.budget == budget):
