@@ -141,17 +141,17 @@ def test_a_model_of_tiles_is_told_where_its_bench_is(tmp_path: Path, capsys: pyt
 def test_the_command_measures_every_budget_and_draws_it(
     checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ceiling, "IMAGE_TOKENS", 36)
+    monkeypatch.setattr(ceiling, "IMAGE_TOKENS", 100)
     figures, drawn = tmp_path / "ceiling.json", tmp_path / "ceiling.svg"
     model = ["--model", checkpoint, "--device", "cpu", "--dtype", "float32"]
-    command = ["bench", "ceiling", *model, "--budgets", "16", "45", "--repeats", "1", "--json", str(figures)]
+    command = ["bench", "ceiling", *model, "--budgets", "16", "128", "--repeats", "1", "--json", str(figures)]
     assert cli.main(command) == 0
     table = capsys.readouterr().out
     rows = json.loads(figures.read_text())["rows"]
     assert [(row["budget"], row["filling"], row["images"]) for row in rows] == [
         (16, ceiling.ONE, 1),
-        (45, ceiling.MANY, 2),
-        (45, ceiling.ONE, 1),
+        (128, ceiling.MANY, 2),
+        (128, ceiling.ONE, 1),
     ]
     for row in rows:
         assert row["ceiling_ms"] == pytest.approx(row["products_ms"] + row["attention_ms"])
