@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..batcher import Batcher
+from ..batcher import Batcher, Part
 from ..dispatcher import DTYPES, Dispatcher, Finished
 from ..graphs import GraphManager
 from ..ledger import Item, Ledger, Progress
@@ -26,7 +26,13 @@ from ..types import ROW_BYTES, Capacity, ItemPlan
 
 
 class InProcessEngine:
-    """Runs batches on a thread of its own; use as a context manager."""
+    """Runs batches on a thread of its own; use as a context manager.
+
+    `on_finished` runs on the finisher when the rows of a batch are in their slots; with `landed_first` a batch is given
+    to the dispatcher only when its pixels are on the device. Of every batch it keeps, until `forget`: what became of it
+    (`batches`), when the dispatcher was given it and when it was computed (`given_at`, `computed_at`, by
+    time.perf_counter()), and what the device thread has spent on it, landing pixels and launching (`host_s`).
+    """
 
     def __init__(
         self,
@@ -38,7 +44,7 @@ class InProcessEngine:
         slot_bytes: int = 2 << 30,
         on_computed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_computed` runs on the finisher after each batch, before the device may take the next."""
+        """`capacities` bound batches. `on_computed` runs on the finisher after each, before the device is free."""
         self.tower = tower
         self.slots = torch.empty(slot_bytes, dtype=torch.uint8, pin_memory=tower.device.type == "cuda")
         self.ledger = Ledger(max_items=1 << 16, max_tokens=1 << 30, max_bytes=slot_bytes)
@@ -53,7 +59,13 @@ class InProcessEngine:
             on_computed=self._computed,
             on_finished=self._finished,
         )
+        self.on_finished: Callable[[Finished], None] = lambda finished: None
+        self.landed_first = False
         self.batches: list[Finished] = []
+        self.given_at: list[float] = []
+        self.computed_at: list[float] = []
+        self.host_s: list[float] = []
+        self._landing_s = 0.0
         self.error: BaseException | None = None
         self._calls = 0
         self._waiting = 0  # rows
@@ -92,14 +104,24 @@ class InProcessEngine:
         """Run placed items as one call; returns the seconds until all rows are in the slots."""
         self._waiting = sum(item.placed.tokens for item in items)
         started = time.perf_counter()
-        with self.batcher._changed:  # all at once, so that they meet in as few batches as fit
-            for item in items:
-                self.batcher.put(item)
+        self.put(items)
         with self._done:
             self._done.wait_for(lambda: not self._waiting or self.error is not None)
         if self.error is not None:
             raise self.error
         return time.perf_counter() - started
+
+    def put(self, items: Sequence[Item]) -> None:
+        """Let placed items run, all at once, so that they meet in as few batches as fit; also those that have run."""
+        with self.batcher._changed:
+            for item in items:
+                item.progress.clear()
+                self.batcher.put(item)
+
+    def forget(self) -> None:
+        """Empty the records of what has run."""
+        for record in (self.batches, self.given_at, self.computed_at, self.host_s):
+            record.clear()
 
     def rows(self, item: Item) -> torch.Tensor:
         """The rows of an item that has run: a copy, [tokens, width]."""
@@ -118,8 +140,14 @@ class InProcessEngine:
 
     def _device_forever(self) -> None:
         try:
-            while (batch := self.batcher.take(self.dispatcher.land, lambda: None)) is not None:
+            while (batch := self.batcher.take(self._land, lambda: None)) is not None:
+                if self.landed_first and self.tower.device.type == "cuda":
+                    torch.cuda.synchronize(self.tower.device)
+                given = time.perf_counter()
+                self.given_at.append(given)
                 self.dispatcher.run(batch)
+                self.host_s.append(self._landing_s + time.perf_counter() - given)
+                self._landing_s = 0.0
         except BaseException as error:
             self.error = error
             with self._done:
@@ -127,7 +155,14 @@ class InProcessEngine:
         finally:
             self.dispatcher.stop()
 
+    def _land(self, part: Part) -> int:
+        started = time.perf_counter()
+        at = self.dispatcher.land(part)
+        self._landing_s += time.perf_counter() - started
+        return at
+
     def _computed(self) -> None:
+        self.computed_at.append(time.perf_counter())
         self._on_computed()
         self.batcher.device_free()
 
@@ -136,6 +171,7 @@ class InProcessEngine:
         for result in finished.results:
             part = result.part
             self.ledger.from_device(part.item, Progress(part.first_row, part.plan.tokens, []))
+        self.on_finished(finished)
         with self._done:
             self._waiting -= sum(result.part.plan.tokens for result in finished.results)
             self._done.notify_all()
