@@ -6,7 +6,7 @@
 #   make chart   what the Helm chart repeats of settings, dashboard and rules
 #   make image-test   builds the CPU image and runs it, without a container daemon; as root, on Debian
 #   make proto   generate client/opticnerve/v1 from proto/
-#   make bench   the tower by replay and by eager; ARGS="--model preset:qwen3-vl-8b"
+#   make bench   calls of a tower by our dispatch, by greedy packing and by eager; ARGS="--model preset:qwen3-vl-8b"
 #   make vllm    a whole vLLM on this machine's CPU takes the rows of a server; minutes
 #   make lock    resolve the versions in constraints.txt anew
 
@@ -69,7 +69,7 @@ protoc = PATH="$(CURDIR)/.proto-venv/bin:$$PATH" .proto-venv/bin/python -m grpc_
 	proto/opticnerve/v1/encoder.proto
 
 bench: .venv/installed
-	$(BIN)/python -m opticnerve_server.bench.tower $(ARGS)
+	$(BIN)/opticnerve-server bench tower $(ARGS)
 
 vllm: .venv/installed .vllm-venv/installed
 	VLLM_PYTHON=$(CURDIR)/.vllm-venv/bin/python $(BIN)/python -m pytest tests/decoders $(ARGS)

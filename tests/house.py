@@ -162,6 +162,7 @@ class House:
             return
         with torch.inference_mode():
             self.dispatcher._landings[self.computed % 2].block.fill_(255)
+            self.dispatcher._staging[self.computed % 2].block.fill_(255)
             self.graphs.arena.fill_(255)
             for output in self.graphs._outputs.values():
                 output.fill_(float("nan"))

@@ -1,16 +1,18 @@
 """The memory that batches pass through on the device, and who owns it when.
 
     slot (pinned host) --copy in--> landing --move--> arena --graph--> path output --gather--> ring --copy out--> slot
+                  staging (pinned host) --metadata--> arena      staging --index--> gather
 
             batch n-1            batch n              batch n+1
     landing                      [block 0: moved]     [block 1: pixels arriving]
+    staging                      [block 0: sent]
     arena                        [read by replay n]                              one, on the compute stream alone
     output                       [written by replay n]                           one a path, on the compute stream alone
     ring    [half 1: copied out] [half 0: gathered]
 
 Only the compute stream touches arena and outputs, so their next use follows their last by stream order. A landing block
-is reused two batches later, when its batch has been computed; a ring half when its rows have been copied out. On a CPU
-there are no streams and every step is done when its call returns.
+and a staging block are reused two batches later, when their batch has been computed; a ring half when its rows have
+been copied out. On a CPU there are no streams and every step is done when its call returns.
 """
 
 from __future__ import annotations
@@ -64,41 +66,41 @@ class Packing:
 
     def metadata(self, block: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[np.generic]]:
         """Arrays over a host block of at least `meta_bytes` bytes, set to their pad values; all buffers but pixels."""
+        block[: self.meta_bytes] = 0
         arrays: dict[str, npt.NDArray[np.generic]] = {}
         for name, spec in self.specs.items():
             if name != PIXELS:
-                at = self.offsets[name]
-                array = block[at : at + spec.nbytes].view(spec.dtype).reshape(spec.shape)
-                array[...] = spec.pad
-                arrays[name] = array
+                arrays[name] = np.ndarray(spec.shape, spec.dtype, block, self.offsets[name])
+                if spec.pad:
+                    arrays[name].fill(spec.pad)
         return arrays
 
 
 class Staging:
-    """A pinned host block and its landing place on the device: the way of one batch's metadata.
+    """One of two pinned host blocks that a batch's metadata and gather index are written into and sent from.
 
-    `host` may be written again as soon as the copy of its previous use is done, which is when that batch was computed.
+    It may be opened again when the batch that used it has been computed: what was sent has arrived by then.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self._target = device
-        self._allocate(size)
+        self._pinned = device.type == "cuda"
+        self.block = self._allocate(size)
+        self._used = 0
 
-    def _allocate(self, size: int) -> None:
-        on_cpu = self._target.type == "cpu"
-        self.host = torch.empty(size, dtype=torch.uint8, pin_memory=not on_cpu)
-        self._device = self.host if on_cpu else torch.empty(size, dtype=torch.uint8, device=self._target)
+    def open(self) -> None:
+        """Begin a batch."""
+        self._used = 0
 
-    def fit(self, size: int) -> None:
-        """Make room for `size` bytes. An eager batch can need more than any captured one; the larger block stays."""
-        if size > self.host.numel():
-            self._allocate(size)
+    def take(self, size: int) -> torch.Tensor:
+        """The next `size` bytes; for an eager batch that needs more than any captured one, fresh memory."""
+        at, end = self._used, self._used + size
+        if end > self.block.numel():
+            return self._allocate(size)
+        self._used = aligned(end)
+        return self.block[at:end]
 
-    def send(self, size: int) -> torch.Tensor:
-        """Copy the first `size` bytes to the device, on the current stream; returns them there."""
-        if self._device is not self.host:
-            self._device[:size].copy_(self.host[:size], non_blocking=True)
-        return self._device[:size]
+    def _allocate(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
 
 
 class Landing:
@@ -130,10 +132,12 @@ class Landing:
 
 
 class Ring:
-    """Two halves that gathered rows are copied out from, in turn."""
+    """Two halves that gathered rows are copied out from, in turn, and where the peaks of these rows arrive."""
 
     def __init__(self, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self._halves = [torch.empty(rows, width, dtype=dtype, device=device) for _ in range(2)]
+        self._pinned = device.type == "cuda"
+        self._peaks = [self._host(rows) for _ in range(2)]
 
     @property
     def nbytes(self) -> int:
@@ -143,3 +147,11 @@ class Ring:
         """The first `rows` of a half; for an eager batch with more rows than any graph, a fresh tensor."""
         half = self._halves[turn]
         return half[:rows] if rows <= half.shape[0] else half.new_empty(rows, half.shape[1])
+
+    def peaks(self, turn: int, rows: int) -> torch.Tensor:
+        """Host memory for the peaks of as many rows, float32 [rows]."""
+        peaks = self._peaks[turn]
+        return peaks[:rows] if rows <= peaks.shape[0] else self._host(rows)
+
+    def _host(self, rows: int) -> torch.Tensor:
+        return torch.empty(rows, dtype=torch.float32, pin_memory=self._pinned)

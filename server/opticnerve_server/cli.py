@@ -19,7 +19,7 @@ from .settings import CONFIG_VARIABLE, ConfigError, Resolved, add_flags, parse_a
 
 EXIT_CONFIG = 2
 
-BENCHES = ("tower", "paths", "serve", "preprocess", "hits", "balance", "scaling")
+BENCHES = ("tower", "ceiling", "paths", "serve", "preprocess", "hits", "balance", "scaling")
 """Modules of `bench/`."""
 
 _EXTRA = ("torch", "PIL", "av", "grpc_reflection", "msgspec", "prometheus_client")

@@ -11,13 +11,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from . import kernels
-from .buffers import Landing, Packing, Ring, Staging
+from .buffers import Landing, Packing, Ring, Staging, aligned
 from .graphs import Graph, GraphManager, eager_capacity
 from .models.base import PIXELS, Tower
 from .parts import Batch, Failure, Part
@@ -59,23 +59,25 @@ class Finished:
     results: list[Result]
     runs: list[PathRun]
     taken_at: float  # time.monotonic()
+    host_s: float  # of the device thread, to launch it
     execute_s: float
     copy_s: float
 
 
 @dataclass(slots=True)
 class _Launched:
-    """A batch on the device. Keeps alive what its kernels and copies use."""
+    """A batch on the device."""
 
     batch: Batch
     runs: list[PathRun]
     taken_at: float
+    host_s: float
     turn: int
     began: Event
     computed: Event
     copied: Event
     peaks: torch.Tensor  # float32 [tokens] on the host: the largest magnitude of each row, NaN where one is in it
-    kept: list[torch.Tensor] = field(default_factory=list)
+    kept: list[torch.Tensor]  # what another stream uses than the one that it is allocated on
 
 
 class Dispatcher:
@@ -93,7 +95,7 @@ class Dispatcher:
         on_finished: Callable[[Finished], None],
         video_graphs: bool = True,
     ) -> None:
-        """`slots` is the shared arena as a uint8 tensor, pinned where there is a GPU.
+        """`slots` is the shared arena as a uint8 tensor over all of its storage, pinned where there is a GPU.
 
         `capacities` size landing blocks and ring. `on_computed` is called when the device could take another batch.
         Without `video_graphs` a batch with a video in it runs eagerly.
@@ -102,6 +104,7 @@ class Dispatcher:
         self._graphs = graphs
         self._use_graphs, self._video_graphs = use_graphs, video_graphs
         self._slots = slots
+        self._slots_as = {name: slots[: slots.numel() // 4 * 4].view(dtype) for name, dtype in DTYPES.items()}
         self._streams = Streams(tower.device)
         self._on_computed, self._on_finished = on_computed, on_finished
         specs = tower.planner.paths
@@ -115,10 +118,8 @@ class Dispatcher:
             for path, planned in capacities.items()
         )
         self._landings = [Landing(pixel_bytes, tower.device) for _ in range(2)]
-        self._staging = [
-            {path: Staging(graphs.meta_bytes, tower.device) for path in tower.planner.paths} for _ in range(2)
-        ]
-        self._indices = [Staging(4 * rows, tower.device) for _ in range(2)]
+        staged = len(specs) * aligned(graphs.meta_bytes) + 4 * rows
+        self._staging = [Staging(staged, tower.device) for _ in range(2)]
         self._ring = Ring(rows, tower.planner.layout.width, tower.dtype, tower.device)
         self._ring_free = [threading.Semaphore(1), threading.Semaphore(1)]
         self._turn = 0
@@ -126,16 +127,18 @@ class Dispatcher:
 
     # --- device thread
 
+    @torch.inference_mode()
     def land(self, part: Part) -> int:
         """Start the copy of a part's pixels to the device; returns where they begin in the landing block."""
         start = part.work.pixels
-        with torch.inference_mode(), self._streams.copy_in():
-            return self._landings[self._turn].add(self._slots[start : start + part.plan.pixel_bytes])
+        self._streams.copy_in()
+        return self._landings[self._turn].add(self._slots[start : start + part.plan.pixel_bytes])
 
     def run(self, batch: Batch) -> None:
         """Launch one batch; one that has lost all its parts is over at once.
 
-        After an exception nothing of it will finish: run it again, or `discard` it.
+        After an exception nothing of it will finish: let the device end what it still does, then run it again, or
+        `discard` it.
         """
         if not batch.parts:
             self.discard()
@@ -156,92 +159,87 @@ class Dispatcher:
         """Forget the pixels of a batch that does not run; nothing on the device reads them."""
         self._landings[self._turn].open()
 
+    @torch.inference_mode()
     def _launch(self, batch: Batch, turn: int, taken_at: float) -> _Launched:
+        """What goes before the first replay keeps the device waiting, what goes behind it does not."""
         streams = self._streams
-        with streams.copy_in():
-            began = streams.record()
-        runs, lines, kept = [], {}, []
-        with torch.inference_mode():
-            for path in self._tower.planner.paths:
-                load = batch.load(path)
-                if load.units:
-                    run, lines[path], block = self._dispatch(path, batch, load, turn)
-                    runs.append(run)
-                    kept += [lines[path], block]
-            rows, peaks = self._gather(batch, lines, turn)
-            with streams.compute():
-                computed = streams.record()
-            with streams.copy_out():
-                streams.wait(computed)
-                kept += self._copy_out(batch, rows)
-                host_peaks = torch.empty(peaks.shape, dtype=torch.float32, pin_memory=peaks.is_cuda)
-                host_peaks.copy_(peaks, non_blocking=True)
-                copied = streams.record()
-        return _Launched(batch, runs, taken_at, turn, began, computed, copied, host_peaks, [rows, peaks, *kept])
+        streams.copy_in()
+        landed = streams.record()
+        streams.compute()
+        streams.wait(landed)
+        self._staging[turn].open()
+        runs, lines = [], {}
+        for path in self._tower.planner.paths:
+            load = batch.load(path)
+            if load.units:
+                run, lines[path] = self._dispatch(path, batch, load, turn)
+                runs.append(run)
+        index = self._send_index(batch, lines, turn)
+        rows = self._ring.half(turn, index.shape[0])
+        peaks = kernels.gather(self._source(lines), index, rows)
+        computed = streams.record()
+        streams.copy_out()
+        streams.wait(computed)
+        self._copy_out(batch, rows)
+        host_peaks = self._ring.peaks(turn, index.shape[0]).copy_(peaks, non_blocking=True)
+        copied = streams.record()
+        host_s = time.monotonic() - taken_at
+        kept = [index, rows, peaks]
+        return _Launched(batch, runs, taken_at, host_s, turn, landed, computed, copied, host_peaks, kept)
 
-    def _dispatch(self, path: str, batch: Batch, load: Load, turn: int) -> tuple[PathRun, torch.Tensor, torch.Tensor]:
-        """Run one path: the fork of the whole product. Returns how, its output lines, and the block it read."""
+    def _dispatch(self, path: str, batch: Batch, load: Load, turn: int) -> tuple[PathRun, torch.Tensor]:
+        """Run one path, on the compute stream: the fork of the whole product. Returns how, and its output lines."""
         tower = self._tower
         allowed = self._use_graphs and (self._video_graphs or all(plan.kind != "video" for plan in batch.plans))
         graph = self._graphs.choose(path, load) if allowed else Reason.DISABLED
         if isinstance(graph, Graph):
             self._stage(path, batch, graph.packing, self._graphs.arena, turn)
-            with self._streams.compute():
-                graph.replay()
-            run = PathRun(path, Outcome.HIT, graph.capacity.units, Reason.FITS, load)
-            return run, graph.output, self._graphs.arena
+            graph.replay()
+            return PathRun(path, Outcome.HIT, graph.capacity.units, Reason.FITS, load), graph.output
         capacity = eager_capacity(tower.planner.paths[path], load)
         packing = Packing.of(tower.buffers(path, capacity))
-        with self._streams.compute():
-            block = torch.empty(packing.size, dtype=torch.uint8, device=tower.device)
+        block = torch.empty(packing.size, dtype=torch.uint8, device=tower.device)
         self._stage(path, batch, packing, block, turn)
-        with self._streams.compute():
-            lines = tower.forward(path, packing.tensors(block), capacity)
-        return PathRun(path, Outcome.MISS, 0, graph, load), lines, block
+        lines = tower.forward(path, packing.tensors(block), capacity)
+        return PathRun(path, Outcome.MISS, 0, graph, load), lines
 
     def _stage(self, path: str, batch: Batch, packing: Packing, block: torch.Tensor, turn: int) -> None:
-        """Fill metadata, send it, and move it and the pixels from where they landed into the static buffers."""
-        streams, staging, landing = self._streams, self._staging[turn][path], self._landings[turn]
-        staging.fit(packing.meta_bytes)
-        self._tower.fill(path, batch.plans, packing.metadata(staging.host.numpy()))
-        with streams.copy_in():
-            metadata = staging.send(packing.meta_bytes)
-            arrived = streams.record()
-        with streams.compute():
-            streams.wait(arrived)
-            block[: packing.meta_bytes].copy_(metadata)
-            pixels = block[packing.meta_bytes :]
-            for start, end, to in _runs(batch.parts, path):
-                pixels[to : to + end - start].copy_(landing.block[start:end])
+        """Fill metadata and send it to the static buffers, and move the pixels there from where they landed."""
+        staged = self._staging[turn].take(packing.meta_bytes)
+        self._tower.fill(path, batch.plans, packing.metadata(staged.numpy()))
+        block[: packing.meta_bytes].copy_(staged, non_blocking=True)
+        landed = self._landings[turn].block
+        for start, end, to in _runs(batch.parts, path):
+            at = packing.meta_bytes + to
+            block[at : at + end - start].copy_(landed[start:end])
 
-    def _gather(self, batch: Batch, lines: Mapping[str, torch.Tensor], turn: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows of all items in order, [tokens, width], and the peak of each, on the compute stream."""
-        streams, tower = self._streams, self._tower
-        counts = {path: lines[path].shape[0] if path in lines else 0 for path in tower.planner.paths}
-        index = tower.gather_index(batch.plans, counts)
-        staging = self._indices[turn]
-        staging.fit(index.nbytes)
-        staging.host[: index.nbytes].numpy()[...] = index.view(np.uint8)
-        with streams.copy_in():
-            device_index = staging.send(index.nbytes).view(torch.int32)
-            arrived = streams.record()
-        with streams.compute():
-            streams.wait(arrived)
-            sources = [*lines.values(), *([tower.constant_rows] if tower.constant_rows is not None else [])]
-            source = sources[0] if len(sources) == 1 else torch.cat(sources)
-            rows = self._ring.half(turn, len(index))
-            return rows, kernels.gather(source, device_index, rows)
+    def _send_index(self, batch: Batch, lines: Mapping[str, torch.Tensor], turn: int) -> torch.Tensor:
+        """The gather index on the device, int32 [tokens]: copied in while the replays run, awaited behind them."""
+        counts = {path: lines[path].shape[0] if path in lines else 0 for path in self._tower.planner.paths}
+        index = self._tower.gather_index(batch.plans, counts)
+        staged = self._staging[turn].take(index.nbytes)
+        staged.numpy()[...] = index.view(np.uint8)
+        streams = self._streams
+        streams.copy_in()
+        sent = staged.to(self._tower.device, non_blocking=True, copy=True).view(torch.int32)
+        arrived = streams.record()
+        streams.compute()
+        streams.wait(arrived)
+        return sent
 
-    def _copy_out(self, batch: Batch, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Copy each part's rows into its slot in its dtype, on the current stream; returns what must stay alive."""
-        kept, start = [], 0
-        for part in batch.parts:
-            mine = rows[start : start + part.plan.tokens].to(DTYPES[part.work.dtype])
-            at = part.work.rows + part.work.first_row * mine.shape[1] * mine.itemsize
-            self._slots[at : at + mine.nbytes].view(mine.dtype).view(mine.shape).copy_(mine, non_blocking=True)
-            kept.append(mine)
-            start += part.plan.tokens
-        return kept
+    def _source(self, lines: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """What the gather index counts: the outputs of the paths in their order, then the constant rows."""
+        constant = self._tower.constant_rows
+        sources = [*lines.values(), *([constant] if constant is not None else [])]
+        return sources[0] if len(sources) == 1 else torch.cat(sources)
+
+    def _copy_out(self, batch: Batch, rows: torch.Tensor) -> None:
+        """Copy each part's rows into its slot in its dtype, on the current stream."""
+        width = rows.shape[1]
+        for part, mine in zip(batch.parts, rows.split([plan.tokens for plan in batch.plans]), strict=True):
+            slots = self._slots_as[part.work.dtype]
+            at = part.work.rows // slots.itemsize + part.work.first_row * width
+            slots.as_strided(mine.shape, (width, 1), at).copy_(mine.to(slots.dtype), non_blocking=True)
 
     # --- finisher
 
@@ -261,15 +259,17 @@ class Dispatcher:
 
     def _judge(self, launched: _Launched) -> Finished:
         peaks, results, start = launched.peaks.numpy(), [], 0
+        sound = peaks.max(initial=0.0) <= FLOAT16_MAX  # in one look at all; false where a NaN is among them
         for part in launched.batch.parts:
             mine = peaks[start : start + part.plan.tokens]
             start += part.plan.tokens
-            results.append(Result(part, _judgement(mine, part.work.dtype)))
+            results.append(Result(part, None if sound else _judgement(mine, part.work.dtype)))
         streams = self._streams
         return Finished(
             results,
             launched.runs,
             launched.taken_at,
+            launched.host_s,
             execute_s=streams.between(launched.began, launched.computed),
             copy_s=streams.between(launched.computed, launched.copied),
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from typing import Protocol
 
@@ -28,34 +27,41 @@ class HostEvent:
 
 
 class Streams:
-    """`copy_in`, `compute`, `copy_out` as context managers: what is inside goes to that stream. Device thread only."""
+    """`copy_in`, `compute`, `copy_out`: what the device thread launches from then on goes to that stream.
+
+    For that thread alone, which names a stream before it launches anything; `between` may be called from any thread.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         if self._cuda:
             self._in, self._compute, self._out = (torch.cuda.Stream(device) for _ in range(3))
+            self._current = self._compute
 
-    def copy_in(self) -> contextlib.AbstractContextManager[object]:
-        return torch.cuda.stream(self._in) if self._cuda else contextlib.nullcontext()
+    def copy_in(self) -> None:
+        if self._cuda:
+            self._use(self._in)
 
-    def compute(self) -> contextlib.AbstractContextManager[object]:
-        return torch.cuda.stream(self._compute) if self._cuda else contextlib.nullcontext()
+    def compute(self) -> None:
+        if self._cuda:
+            self._use(self._compute)
 
-    def copy_out(self) -> contextlib.AbstractContextManager[object]:
-        return torch.cuda.stream(self._out) if self._cuda else contextlib.nullcontext()
+    def copy_out(self) -> None:
+        if self._cuda:
+            self._use(self._out)
 
     def record(self) -> Event:
         """The point that the current stream has now."""
         if not self._cuda:
             return HostEvent()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(self._current)
         return event
 
     def wait(self, event: Event) -> None:
         """Let the current stream go on only behind `event`."""
         if isinstance(event, torch.cuda.Event):
-            event.wait()
+            event.wait(self._current)
 
     def between(self, start: Event, end: Event) -> float:
         """Seconds between two points that have been reached."""
@@ -64,3 +70,8 @@ class Streams:
         assert isinstance(start, HostEvent)
         assert isinstance(end, HostEvent)
         return end.at - start.at
+
+    def _use(self, stream: torch.cuda.Stream) -> None:
+        # As a context manager it would also ask for the stream before, and go back to it: several times the cost.
+        torch.cuda.set_stream(stream)
+        self._current = stream

@@ -78,6 +78,7 @@ def poisoner(graphs: GraphManager, engine: Callable[[], InProcessEngine]) -> Cal
         with torch.inference_mode():
             graphs.arena.fill_(255)
             engine().dispatcher._landings[computed % 2].block.fill_(255)
+            engine().dispatcher._staging[computed % 2].block.fill_(255)
             for output in graphs._outputs.values():
                 output.fill_(float("nan"))
             if graphs.arena.is_cuda:

@@ -31,6 +31,21 @@ def test_rows_equal_numpy_in_any_mix() -> None:
         house.check(call)
 
 
+def test_the_time_to_launch_a_batch_is_told() -> None:
+    house = House()
+    house.submit(8, 16)
+    forward = house.tower.forward
+
+    def slow(*arguments):
+        time.sleep(0.02)
+        return forward(*arguments)
+
+    house.tower.forward = slow  # type: ignore[method-assign]
+    started = time.monotonic()
+    house.run_all()
+    assert 0.04 <= house.finished[0].host_s <= time.monotonic() - started, "two paths, and all else that it does"
+
+
 def test_a_batch_is_as_full_as_its_largest_graph() -> None:
     house = House()
     for _ in range(10):

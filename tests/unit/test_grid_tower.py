@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers import vision_utils
 from opticnerve_server.models import grid_tower
 from opticnerve_server.models.base import PIXELS
 from opticnerve_server.models.checkpoint import write_checkpoint
-from opticnerve_server.types import Capacity
+from opticnerve_server.types import Capacity, Load
 from oracles import random_media
 from towers import PATH, exact_capacity, load_tower, poison
 
@@ -84,6 +85,27 @@ def test_the_gather_restores_the_order_of_tokens(tower: Any, architecture: str) 
         expected = [(row, column) for _ in range(t) for row in range(0, h, 2) for column in range(0, w, 2)]
         assert first.tolist() == [list(position) for position in expected]
         begin += plan.tokens
+
+
+def test_rows_read_the_frames_that_are_stored(tower: Any, architecture: str) -> None:
+    """The lines of pixels of each part lie behind those of the others; the last frame stands in for missing ones."""
+    patch, plans, expected = PATCHES[architecture], [], []
+    begin = 0
+    for t, h, w, stored in [(1, 4, 6, 1), (3, 2, 4, 5), (2, 6, 2, 4), (4, 2, 2, 7), (1, 2, 2, 2)]:
+        plan = random_media(t, h, w, patch=patch, seed=0).plan
+        path = msgspec.structs.replace(plan.paths[PATH], pixel_bytes=stored * h * w * patch**2 * 3)
+        plans.append(msgspec.structs.replace(plan, paths={PATH: path}))
+        for group in range(t):
+            frames = [min(2 * group + i, stored - 1) for i in range(2)]
+            expected += [[begin + frame * h * w * patch for frame in frames]] * (h * w)
+        begin += stored * h * w * patch
+    load = Load.of(plan.paths[PATH] for plan in plans)
+    buffers = poison(tower, Capacity(load.units + 3, load.items, load.segments, load.longest))
+    tower.fill(PATH, plans, buffers)
+    row, column = buffers["position"].T
+    first = buffers["origin"] - (row * patch * buffers["stride"] + column)[:, None]
+    assert first[: len(expected)].tolist() == expected
+    assert not first[len(expected) :].any()
 
 
 def test_pad_rows_read_inside_the_buffers(tower: Any, architecture: str) -> None:

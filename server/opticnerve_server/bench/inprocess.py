@@ -17,14 +17,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..batcher import Batcher, Engine
+from ..batcher import Batcher, Engine, QueuedPart
 from ..budgets import held_alone
 from ..dispatcher import DTYPES, Dispatcher, Finished
 from ..graphs import GraphManager
 from ..ledger import Item, Ledger, Progress
 from ..messages import Done, Granted, ItemRequest, Land, PartDone, PathState, Reserve, Run, Submit
 from ..models.base import Planner, Tower
-from ..parts import Failure, Intake, Part
+from ..parts import Batch, Failure, Intake, Part
 from ..types import ROW_BYTES, Capacity, ItemPlan
 
 
@@ -37,7 +37,13 @@ def path_states(planner: Planner, capacities: Mapping[str, Sequence[Capacity]]) 
 
 
 class InProcessEngine:
-    """Runs batches on a thread of its own; use as a context manager."""
+    """Runs batches on a thread of its own; use as a context manager.
+
+    `on_finished` runs on the finisher, with the parts of a batch whose rows are in their slots; with `landed_first` a
+    batch is given to the dispatcher only when its pixels are on the device. Of every batch it keeps, until `forget`:
+    what became of it (`batches`), when the dispatcher was given it and when it was computed (`given_at`, `computed_at`,
+    by time.perf_counter()), and what the device thread has spent on it, landing pixels and launching (`host_s`).
+    """
 
     def __init__(
         self,
@@ -49,7 +55,7 @@ class InProcessEngine:
         slot_bytes: int = 2 << 30,
         on_computed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_computed` runs on the finisher after each batch, before the device may take the next."""
+        """`capacities` bound batches. `on_computed` runs on the finisher after each, before the device is free."""
         self.tower = tower
         self.slots = torch.empty(slot_bytes, dtype=torch.uint8, pin_memory=tower.device.type == "cuda")
         self.ledger = Ledger(max_items=1 << 16, max_tokens=1 << 30, max_bytes=slot_bytes)
@@ -68,7 +74,13 @@ class InProcessEngine:
             on_computed=self._computed,
             on_finished=self._finished,
         )
+        self.on_finished: Callable[[Sequence[QueuedPart]], None] = lambda parts: None
+        self.landed_first = False
         self.batches: list[Finished] = []
+        self.given_at: list[float] = []
+        self.computed_at: list[float] = []
+        self.host_s: list[float] = []
+        self._landing_s = 0.0
         self.error: BaseException | None = None
         self._calls = 0
         self._waiting = 0  # rows
@@ -107,15 +119,25 @@ class InProcessEngine:
         """Run placed items as one call; returns the seconds until all rows are in the slots."""
         self._waiting = sum(item.placed.tokens for item in items)
         started = time.perf_counter()
-        with self._lock:
-            for item in items:
-                self.batcher.put(item, self._split(item.placed))
-            self.batcher.schedule()  # all at once, so that they meet in as few batches as fit
+        self.put(items)
         with self._done:
             self._done.wait_for(lambda: not self._waiting or self.error is not None)
         if self.error is not None:
             raise self.error
         return time.perf_counter() - started
+
+    def put(self, items: Sequence[Item]) -> None:
+        """Let placed items run, all at once, so that they meet in as few batches as fit; also those that have run."""
+        with self._lock:
+            for item in items:
+                item.progress.clear()
+                self.batcher.put(item, self._split(item.placed))
+            self.batcher.schedule()
+
+    def forget(self) -> None:
+        """Empty the records of what has run."""
+        for record in (self.batches, self.given_at, self.computed_at, self.host_s):
+            record.clear()
 
     def rows(self, item: Item) -> torch.Tensor:
         """The rows of an item that has run: a copy, [tokens, width]."""
@@ -136,7 +158,7 @@ class InProcessEngine:
         return self.tower.planner.split(plan, lambda part: held_alone(part, self._capacities))
 
     def _device_forever(self) -> None:
-        intake = Intake(self.dispatcher.land, self.dispatcher.run, _never)
+        intake = Intake(self._land, self._launch, _never)
         try:
             while (message := self._inbox.get()) is not None:
                 intake.handle(message)
@@ -147,7 +169,23 @@ class InProcessEngine:
         finally:
             self.dispatcher.stop()
 
+    def _land(self, part: Part) -> int:
+        started = time.perf_counter()
+        at = self.dispatcher.land(part)
+        self._landing_s += time.perf_counter() - started
+        return at
+
+    def _launch(self, batch: Batch) -> None:
+        if self.landed_first and self.tower.device.type == "cuda":
+            torch.cuda.synchronize(self.tower.device)
+        given = time.perf_counter()
+        self.given_at.append(given)
+        self.dispatcher.run(batch)
+        self.host_s.append(self._landing_s + time.perf_counter() - given)
+        self._landing_s = 0.0
+
     def _computed(self) -> None:
+        self.computed_at.append(time.perf_counter())
         self._on_computed()
         with self._lock:
             self.batcher.computed(0)
@@ -160,6 +198,7 @@ class InProcessEngine:
             parts = self.batcher.done(0, Done(done, finished.taken_at, finished.execute_s, finished.copy_s))
         for part in parts:
             self.ledger.from_device(part.item, Progress(part.first_row, part.plan.tokens, []))
+        self.on_finished(parts)
         with self._done:
             self._waiting -= sum(part.plan.tokens for part in parts)
             self._done.notify_all()

@@ -11,20 +11,19 @@ the static buffers filled and ends when the device is done; `bench.tower` has wh
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from .. import kernels
 from ..buffers import Packing
 from ..graphs import GraphManager, eager_capacity
 from ..models.base import ImageItem, Tower
 from ..selftest import write_batch
 from ..types import Capacity, ItemPlan, Load
+from .build import add_flags, build
 from .images import size
-from .tower import build, median_ms
+from .timing import host_times
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,24 +75,20 @@ def markdown(model: str, rows: Sequence[Row]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="preset:NAME, or a directory that needs config.json alone")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--attention-backend", default="auto")
-    parser.add_argument("--kernels", default="auto", choices=kernels.NAMES)
+    add_flags(parser, "preset:qwen3-vl-8b")
     parser.add_argument("--image", default=(672, 672), type=size, metavar="HEIGHTxWIDTH")
     parser.add_argument("--images", default=[1, 4, 16], type=int, nargs="+", metavar="N", help="how many in a batch")
     parser.add_argument("--repeats", default=30, type=int, metavar="N", help="whose median is taken")
     options = parser.parse_args(arguments)
-    device, dtype, image = torch.device(options.device), getattr(torch, options.dtype), ImageItem(*options.image)
+    image = ImageItem(*options.image)
     with torch.inference_mode():
-        tower, _, source = build(options.model, device, dtype, options.attention_backend, options.kernels)
+        built = build(options)
+        tower = built.tower
         rows = measure(tower, image, options.images, options.repeats)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     spans = ", ".join(dict.fromkeys(span.kind for span in tower.planner.plan(image).spans))
-    print(f"{name}, torch {torch.__version__}, {options.dtype}; an image of {image.height} x ", end="")
+    print(f"{built.about['device']}, torch {torch.__version__}, {options.dtype}; an image of {image.height} x ", end="")
     print(f"{image.width} pixels: {tower.planner.plan(image).tokens} tokens ({spans})\n")
-    print(markdown(source.name, rows))
+    print(markdown(built.source.name, rows))
 
 
 def _tight(load: Load) -> Capacity:
@@ -103,7 +98,7 @@ def _tight(load: Load) -> Capacity:
 def _replay_ms(graphs: GraphManager, path: str, load: Load, plan: ItemPlan, repeats: int) -> float:
     graph = graphs.paths[path].graphs[_tight(load)]
     write_batch(graphs.tower, path, [plan] * load.items, graph.packing, graphs.arena, seed=0)
-    return _median(graph.replay, graphs.tower.device, repeats)
+    return host_times(graph.replay, graphs.tower.device, repeats).median
 
 
 def _eager_ms(tower: Tower, path: str, load: Load, plan: ItemPlan, repeats: int) -> float:
@@ -112,22 +107,7 @@ def _eager_ms(tower: Tower, path: str, load: Load, plan: ItemPlan, repeats: int)
     packing = Packing.of(tower.buffers(path, capacity))
     block = torch.empty(packing.size, dtype=torch.uint8, device=tower.device)
     buffers = write_batch(tower, path, [plan] * load.items, packing, block, seed=0)
-    return _median(lambda: tower.forward(path, buffers, capacity), tower.device, repeats)
-
-
-def _median(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Milliseconds until the device is done."""
-
-    def once() -> float:
-        started = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - started
-
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # what filled the buffers
-    return median_ms(once, repeats)[0]
+    return host_times(lambda: tower.forward(path, buffers, capacity), tower.device, repeats).median
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from ..media.decode import decode
 from ..models import registry
 from ..models.base import ImageItem, Planner
 from .images import jpeg, size
-from .tower import median_ms
+from .timing import repeated
 
 MAX_PIXELS = 1 << 28
 
@@ -66,7 +66,7 @@ def measure(planner: Planner, data: bytes, repeats: int) -> tuple[int, list[floa
         lambda: planner.fill_pixels(pixels, plan, room),
         lambda: digest_of(item),
     ]
-    return plan.tokens, [median_ms(partial(_seconds, step), repeats)[0] for step in steps]
+    return plan.tokens, [repeated(partial(_seconds, step), repeats).median for step in steps]
 
 
 def _seconds(step: Callable[[], object]) -> float:

@@ -7,23 +7,24 @@ saturate it, which gives its capacity; then calls at random times (a Poisson pro
 not earlier ones are answered. A latency runs from when a call was due to when the client has all its rows. Every call
 has images of its own. Hits, padding, the busy share of the device and the stages are differences of the server's
 metrics over a run.
+
+    opticnerve-server bench serve --from serve.json --plot serve.svg     # where matplotlib is, with what --json wrote
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import math
 import multiprocessing
 import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
+from multiprocessing.synchronize import Barrier
 
 import opticnerve
 
@@ -32,7 +33,11 @@ from ..local import LocalServer
 from ..metrics import Stage
 from ..models import registry
 from ..settings import add_flags
+from . import plot
 from .images import jpeg, size
+from .progress import Progress
+from .report import Figures, report
+from .report import add_flags as add_report_flags
 
 IMAGES = 32
 """Different images of each size; the server has no store, so that none is remembered."""
@@ -122,7 +127,27 @@ def calls(order: Order) -> list[tuple[float, float, int, int]]:
     return [call for call in asyncio.run(_call(order)) if call[0] >= order.begin]
 
 
-def measure(server: LocalServer, pool: ProcessPoolExecutor, order: Order, processes: int, share: float) -> Run:
+class Callers(ProcessPoolExecutor):
+    """Processes of callers, all of which have started and imported what they need when this is made."""
+
+    def __init__(self, count: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        super().__init__(count, context, _keep, (context.Barrier(count),))
+        list(self.map(_meet, range(count)))
+
+
+_meeting: list[Barrier] = []
+
+
+def _keep(barrier: Barrier) -> None:
+    _meeting.append(barrier)
+
+
+def _meet(_: int) -> None:
+    _meeting[0].wait()
+
+
+def measure(server: LocalServer, pool: Callers, order: Order, processes: int, share: float) -> Run:
     """One run; `order.rate` and `order.callers` are those of all processes together."""
     begin = time.time() + START_S + 0.05 * processes
     each = [
@@ -135,7 +160,7 @@ def measure(server: LocalServer, pool: ProcessPoolExecutor, order: Order, proces
     done = [call for own in answers for call in own]
     after = dict(zip(METRICS, server.totals(*METRICS.values()), strict=True))
     grown = {name: after[name] - before[name] for name in METRICS}
-    elapsed = max((end for _, end, _, _ in done), default=begin) - begin
+    elapsed = max((end for _, end, _, _ in done), default=begin + order.seconds) - begin
     good = [call for call in done if call[2]]
     latencies = sorted((end - due) * 1e3 for due, end, _, _ in good) or [math.nan]
     return Run(
@@ -155,9 +180,11 @@ def measure(server: LocalServer, pool: ProcessPoolExecutor, order: Order, proces
     )
 
 
-def markdown(runs: Sequence[Run]) -> str:
+def markdown(figures: Figures) -> str:
     """The two tables: what callers saw, and where the time went."""
-    lines = ["| load | items/s | tokens/s | MB/s | p50 ms | p90 | p99 | failed | hit | padding | device busy |"]
+    runs = [Run(**run) for run in figures["runs"]]
+    lines = [f"{figures['model']}, {figures['about']}", ""]
+    lines += ["| load | items/s | tokens/s | MB/s | p50 ms | p90 | p99 | failed | hit | padding | device busy |"]
     lines += ["|---|" + "---|" * 10]
     for run in runs:
         load = f"{run.share:.0%}" if run.share else "saturated"
@@ -186,33 +213,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=10.0, metavar="S", help="of each run. Default 10")
     parser.add_argument("--callers", type=int, default=64, metavar="N", help="at once, to saturate it. Default 64")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) // 3), help="of callers")
-    parser.add_argument("--json", metavar="FILE", help="write the table to this file")
+    add_report_flags(parser)
     add_flags(parser, Config)
     options = parser.parse_args(arguments)
+    report("serve", options, lambda: measure_serve(options, parser), markdown, plot.serve)
+
+
+def measure_serve(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Figures:
+    """A server and its callers, saturated and at every load. Raises ConfigError and ModelError."""
     given = {field.name: getattr(options, field.name) for field in fields(Config) if hasattr(options, field.name)}
     config = replace(load(given, os.environ).config, store_bytes=0)
     registry.open_model(config.model, config.load_format, projector=config.projector)  # the cheapest mistakes first
     images = [jpeg(height, width, seed) for height, width in options.sizes for seed in range(IMAGES)]
     runs: list[Run] = []
-    context = multiprocessing.get_context("spawn")
-    with LocalServer(config) as server, ProcessPoolExecutor(options.processes, context) as pool:
+    progress = Progress(1 + len(options.loads))
+    with LocalServer(config) as server, Callers(options.processes) as pool:
         order = Order(server.address, images, options.items, 0, options.callers, 0, options.seconds, 0)
         for share in (0.0, *options.loads):
             rate = share * runs[0].items_s / options.items if runs else 0.0
-            print(f"\r{len(runs)} of {1 + len(options.loads)} runs", end="", file=sys.stderr, flush=True)
+            progress.step(f"{share:.0%} of the capacity" if share else "saturated")
             runs.append(measure(server, pool, replace(order, rate=rate), options.processes, share))
             if not runs[0].items_s:
                 parser.error(
                     f"none of {runs[0].calls} calls succeeded: try one by `opticnerve encode --server` against `serve`"
                 )
-        print(file=sys.stderr)
+    progress.end()
     shown = ", ".join(f"{height}x{width}" for height, width in options.sizes)
-    print(f"{config.model}, {options.items} images a call of {shown} pixels, ", end="")
-    print(f"{options.processes} processes of callers, {os.cpu_count()} cores\n")
-    print(markdown(runs))
-    if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump([asdict(run) for run in runs], file, indent=1)
+    callers = f"{options.processes} processes of callers, {os.cpu_count()} cores"
+    about = f"{options.items} images a call of {shown} pixels, {callers}"
+    return {"model": config.model, "about": about, "runs": [asdict(run) for run in runs]}
 
 
 if __name__ == "__main__":
