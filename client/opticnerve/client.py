@@ -123,10 +123,10 @@ class AsyncClient:
         RequestTooLargeError likewise, once the limit is known (`info` tells it, and so does the first refusal).
         """
         patience = self._patience(timeout)
-        request = await self._request(items, dtype)
+        request, affinity = await self._request(items, dtype)
         early: dict[int, Embedding | Held | ServerError] = {}
         turn = 0
-        async with aclosing(self._answers(request, dtype, patience)) as answers:
+        async with aclosing(self._answers(request, affinity, dtype, patience)) as answers:
             async for index, arrived in answers:
                 early[index] = arrived
                 while turn in early:
@@ -181,12 +181,12 @@ class AsyncClient:
         broken while it is encoded is not known here: its fetches fail with NotCachedError.
         """
         patience = self._patience(timeout)
-        request = await self._request(items, dtype)
+        request, affinity = await self._request(items, dtype)
         request.delivery.hold.reads = reads
         if ttl is not None:
             request.delivery.hold.ttl.FromNanoseconds(round(ttl * 1e9))
         answers: dict[int, Embedding | Held | ServerError] = {}
-        async with aclosing(self._answers(request, dtype, patience)) as arriving:
+        async with aclosing(self._answers(request, affinity, dtype, patience)) as arriving:
             async for index, answer in arriving:
                 if isinstance(answer, ServerError) and not return_errors:
                     raise answer
@@ -273,13 +273,18 @@ class AsyncClient:
     def _patience(self, timeout: float | None) -> Patience:
         return Patience(self._timeout if timeout is None else timeout)
 
-    async def _request(self, items: Iterable[MediaSource], dtype: DtypeName) -> pb.EncodeRequest:
-        """The request of a call. Raises what `encode` raises before anything is sent."""
+    async def _request(self, items: Iterable[MediaSource], dtype: DtypeName) -> tuple[pb.EncodeRequest, Metadata]:
+        """The request of a call and where it would rather go. Raises what `encode` raises before anything is sent."""
         request = pb.EncodeRequest(model=self._model, fingerprint=self._fingerprint, dtype=to_wire_dtype(dtype))
-        request.items.extend(await asyncio.to_thread(to_items, items))
+
+        def fill() -> Metadata:
+            request.items.extend(to_items(items))
+            return affinity_of(request.items)
+
+        affinity = await asyncio.to_thread(fill)  # files are read and digests made there, in one wake-up
         if oversize := self._oversize(request.ByteSize()):
             raise oversize
-        return request
+        return request, affinity
 
     def _connection(self, wait_until_ready: bool) -> Connection:
         if self._closed:
@@ -291,11 +296,10 @@ class AsyncClient:
         return self._connections[wait_until_ready]
 
     async def _answers(
-        self, request: pb.EncodeRequest, dtype: str, patience: Patience
+        self, request: pb.EncodeRequest, affinity: Metadata, dtype: str, patience: Patience
     ) -> AsyncGenerator[tuple[int, Embedding | Held | ServerError], None]:
         """Yields index and answer of each item as it finishes; sends the unanswered again when that may help."""
         unanswered = dict(enumerate(request.items))
-        affinity = await asyncio.to_thread(affinity_of, request.items)
         while unanswered:
             sent = list(unanswered)
             try:

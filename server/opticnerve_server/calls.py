@@ -27,7 +27,7 @@ from .messages import Found, Hold, ItemRequest, Rows, TakeOver
 from .metrics import Result, Stage
 from .preprocess import PlannedItem, Preprocessor
 from .store import key_of
-from .stream import MAX_CHUNK_BYTES, RowStream
+from .stream import CHUNK_BYTES, RowStream
 from .types import ROW_BYTES, Capacity, Dispatched, ItemPlan
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class Options:
     arrived: float  # time.monotonic(), as is the next
     deadline: float
     tenant: str = ""
-    max_chunk_bytes: int = MAX_CHUNK_BYTES
+    max_chunk_bytes: int = CHUNK_BYTES
     hold: Hold | None = None
     store_bytes: int = 0
     instance_id: str = ""

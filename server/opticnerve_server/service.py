@@ -24,7 +24,7 @@ from .info import Model, ServerState, server_info
 from .messages import Hold
 from .preprocess import DIGEST_BYTES, NeedBytes, Preprocessor
 from .store import name_of
-from .stream import MAX_CHUNK_BYTES
+from .stream import CHUNK_BYTES, MAX_CHUNK_BYTES
 from .types import ItemPlan
 
 MAX_VIDEOS = 32
@@ -118,7 +118,7 @@ class EncoderService(pb_grpc.EncoderServiceServicer):
             raise _invalid(
                 "max_chunk_bytes",
                 f"max_chunk_bytes is {request.max_chunk_bytes}, at most {MAX_CHUNK_BYTES} is allowed: "
-                "leave it at 0 for the largest",
+                "leave it at 0 for the server's choice",
             )
         return Options(
             model=model,
@@ -128,7 +128,7 @@ class EncoderService(pb_grpc.EncoderServiceServicer):
             deadline=now + time_remaining,
             tenant=TENANT.get(),
             bounds={path.name: path.capacities for path in engine.paths},
-            max_chunk_bytes=request.max_chunk_bytes or MAX_CHUNK_BYTES,
+            max_chunk_bytes=request.max_chunk_bytes or CHUNK_BYTES,
             hold=self._lease(request.delivery),
             store_bytes=self._state.config.store_bytes,
             instance_id=self._state.instance_id,

@@ -11,7 +11,12 @@ import numpy.typing as npt
 from opticnerve import chunks
 
 MAX_CHUNK_BYTES = 1 << 20
-"""A client with gRPC's default options receives messages of this size; smaller ones cost more than they help."""
+"""A client with gRPC's default options receives messages of this size."""
+
+CHUNK_BYTES = 512 << 10
+"""Unless a caller says otherwise. Both ends work at once where an item has several: the 1 MB of one image are there in
+1.3 ms, and in 2.7 as one message (loopback); still smaller ones gain nothing.
+"""
 
 
 class RowStream:
@@ -22,7 +27,7 @@ class RowStream:
     """
 
     def __init__(
-        self, index: int, rows: npt.NDArray[np.uint8], row_bytes: int, max_chunk_bytes: int = MAX_CHUNK_BYTES
+        self, index: int, rows: npt.NDArray[np.uint8], row_bytes: int, max_chunk_bytes: int = CHUNK_BYTES
     ) -> None:
         self._index = index
         self._rows = rows.data

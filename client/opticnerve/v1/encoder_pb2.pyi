@@ -131,7 +131,7 @@ class EncodeRequest(google.protobuf.message.Message):
     dtype: global___Dtype.ValueType
     """Number format of the rows."""
     max_chunk_bytes: builtins.int
-    """Largest payload of one TensorChunk in bytes; 0 means 1 MiB, more than 1 MiB is REQUEST_INVALID. At least one row
+    """Largest payload of one TensorChunk in bytes; 0 means 512 KiB, more than 1 MiB is REQUEST_INVALID. At least one row
     is sent in a chunk however small this is.
     """
     @property

@@ -129,10 +129,11 @@ class Merger:
             fc2=Linear.take(source, f"{name}.linear_fc2", merged, config.out_hidden_size),
         )
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        merged = self.fc1.weight.shape[1]
-        normed = self.norm(x.view(-1, self.norm.weight.shape[0]))
-        return self.fc2(F.gelu(self.fc1(normed.view(-1, merged))))
+    def __call__(self, x: torch.Tensor, delta: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The stream x + delta, and its rows."""
+        size, merged = self.norm.weight.shape[0], self.fc1.weight.shape[1]
+        stream, normed = self.norm.after(x.view(-1, size), None if delta is None else delta.view(-1, size))
+        return stream.view(x.shape), self.fc2(F.gelu(self.fc1(normed.view(-1, merged))))
 
 
 class Qwen3VLTower(GridTower):
@@ -174,13 +175,15 @@ class Qwen3VLTower(GridTower):
         x = kernels.add_taps(x, self.position_table, buffers["taps"], buffers["weights"])
         turns = self.rope.turns(buffers["position"])
         segments = Segments(buffers["cu_frames"], capacity.longest)
-        levels, delta = [], None
+        levels: list[torch.Tensor] = []
+        delta: torch.Tensor | None = None
         for i, block in enumerate(self.blocks):
             x, delta = block(x, delta, turns, segments)
             if i in self.deepstack:
-                x, delta = x + delta, None
-                levels.append(self.deepstack[i](x))
-        return torch.cat([self.merger(x if delta is None else x + delta), *levels], dim=-1)
+                x, level = self.deepstack[i](x, delta)
+                delta = None
+                levels.append(level)
+        return torch.cat([self.merger(x, delta)[1], *levels], dim=-1)
 
 
 class Qwen35Tower(Qwen3VLTower):
