@@ -22,7 +22,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
@@ -229,7 +229,8 @@ def measure(config: Config, devices: Sequence[int], given: argparse.Namespace) -
     configs = [replace(config, devices=",".join(map(str, numbers))) for numbers in both]
     with ExitStack() as stack:
         callers = stack.enter_context(Callers(given.callers, given.inside, given.seconds))
-        servers = [stack.enter_context(LocalServer(each)) for each in configs]
+        with ThreadPoolExecutor() as starting:
+            servers = list(starting.map(stack.enter_context, map(LocalServer, configs)))
         addresses = [server.address for server in servers]
         for run in given.runs:
             if run in ONE_BY_ONE:
