@@ -24,6 +24,9 @@ from .parts import Batch, Failure, Part
 from .streams import Event, Streams
 from .types import Capacity, Dispatched, ItemPlan, Load, Outcome, Reason
 
+SWITCH_INTERVAL_S = 0.0002
+"""A thread waits for the interpreter lock at most this long; the default of 5 ms is a batch's worth."""
+
 FLOAT16_MAX = 65504.0
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from . import __version__, metrics, tracing
 from .config import Config
-from .dispatcher import Dispatcher, Finished
+from .dispatcher import SWITCH_INTERVAL_S, Dispatcher, Finished
 from .graphs import GraphsFailed
 from .hits import Counts
 from .loading import Loaded, load
@@ -73,8 +73,7 @@ def main(config: Config, device: int, control: socket.socket, link: socket.socke
 
     `device` is its number among those of the server; the process sees no other GPU.
     """
-    # A thread waits for the interpreter lock at most this long; the default of 5 ms is a batch's worth.
-    sys.setswitchinterval(0.0002)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         Engine(config, device, control, link, arena_fd).run()
     except (ValueError, GraphsFailed, SentinelFailed) as error:

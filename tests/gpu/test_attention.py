@@ -13,8 +13,6 @@ from opticnerve_server.attention.base import AttentionBackend
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # What flash-attn-4 imports warns of itself.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),
 ]
 
 HEADS = 16

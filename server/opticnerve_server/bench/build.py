@@ -97,5 +97,6 @@ def capture(
         launches_by_segments=built.attention.launches_by_segments,
     )
     graphs = GraphManager(built.tower, capacities)
+    graphs.estimate()  # as a server does: what its forward reserves is not the graphs'
     graphs.capture(lambda *_: None, on_failure="fail")
     return graphs, capacities

@@ -7,6 +7,7 @@ when its rows are in the slots, where front-ends would find them.
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ import torch
 
 from ..batcher import Batcher, Engine, QueuedPart
 from ..budgets import held_alone
-from ..dispatcher import DTYPES, Dispatcher, Finished
+from ..dispatcher import DTYPES, SWITCH_INTERVAL_S, Dispatcher, Finished
 from ..graphs import GraphManager
 from ..ledger import Item, Ledger, Progress
 from ..messages import Done, Granted, ItemRequest, Land, PartDone, PathState, Reserve, Run, Submit
@@ -90,6 +91,8 @@ class InProcessEngine:
         ]  # fmt: skip
 
     def __enter__(self) -> Self:
+        self._interval = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         for thread in self._threads:
             thread.start()
         return self
@@ -98,6 +101,7 @@ class InProcessEngine:
         self._inbox.put(None)
         for thread in self._threads:
             thread.join()
+        sys.setswitchinterval(self._interval)
 
     def place(self, plans: Sequence[ItemPlan], pixels: Sequence[npt.NDArray[np.uint8]], dtype: str) -> list[Item]:
         """Grant slots to the items of one call and write their pixels; the caller submits or frees them."""
