@@ -48,8 +48,8 @@ class Peers:
         self._selector.register(control, selectors.EVENT_READ, SUPERVISOR)
 
     def wait(self, timeout: float) -> Sequence[Peer]:
-        """Who has something to read."""
-        return [key.data for key, _ in self._selector.select(timeout)]
+        """Who has something to read; the supervisor last, for what it says may detach others."""
+        return sorted((key.data for key, _ in self._selector.select(timeout)), key=lambda peer: peer == SUPERVISOR)
 
     def read(self, peer: Peer) -> Message | None:
         """The next message, None if the peer is gone. Whom the supervisor hands over is attached."""

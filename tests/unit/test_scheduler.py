@@ -13,6 +13,7 @@ from opticnerve_server.messages import (
     Attach,
     AttachEngine,
     Computed,
+    EngineEnded,
     EngineReady,
     Granted,
     ItemRequest,
@@ -83,3 +84,18 @@ def test_a_free_device_starts_what_has_landed_before_anything_else_is_read(
     for peer in (Peer(Kind.FRONTEND, 0), Peer(Kind.ENGINE, 0)):
         scheduler._peers.detach(peer)
     assert order.index("run") <= 1, "the device would wait while calls are let in"
+
+
+def test_an_engine_whose_end_is_reported_before_it_is_seen(pairs: list[tuple[socket.socket, socket.socket]]) -> None:
+    (supervisor, control), (frontend, _), (engine, _) = pairs
+    scheduler = Scheduler(Config(model="any"), control)
+    for message, (_, end) in zip((Attach(0), AttachEngine(0, READY)), pairs[1:], strict=True):
+        socket.send_fds(supervisor, [messages.encode(message)], [end.fileno()])
+    scheduler._turn()
+    supervisor.send(messages.encode(EngineEnded(0)))
+    for end in pairs[2]:
+        end.close()
+    assert {peer.kind for peer in scheduler._peers.wait(0)} == {Kind.SUPERVISOR, Kind.ENGINE}, "both in one turn"
+    scheduler._turn()
+    assert not scheduler.batcher.engines
+    scheduler._peers.detach(Peer(Kind.FRONTEND, 0))
