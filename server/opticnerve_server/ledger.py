@@ -104,7 +104,8 @@ class Item:
     submitted_at: float = 0.0
     claims: list[Claim] = field(default_factory=list)
     writer: Claim | None = None  # who writes its pixels
-    progress: list[Progress] = field(default_factory=list)
+    progress: list[Progress] = field(default_factory=list)  # in the order of the rows
+    early: dict[int, Progress] = field(default_factory=dict)  # by first row; parts before them are on other devices
     on_device: int = 0  # parts that copies or kernels may be using
     failed: bool = False  # the claims have been told
     is_done: bool = False  # all rows are in the slot, the pixels are freed
@@ -245,17 +246,21 @@ class Ledger:
             return max(ends, default=now) > now
 
     def from_device(self, item: Item, progress: Progress) -> list[Notice]:
-        """The rows of a part are in the slot."""
+        """The rows of a part are in the slot; they are told of once those before them are."""
         with self._lock:
             self._leave_device(item, progress.count)
             if item.failed or item.unwanted:
                 self._settle(item)
                 return []
-            item.progress.append(progress)
+            item.early[progress.start] = progress
+            told = []
+            while (following := item.early.pop(item.tokens_done, None)) is not None:
+                item.progress.append(following)
+                told.append(following)
             if item.tokens_done == item.tokens:
                 item.is_done = True
                 self._free_pixels(item)
-            notices = [progress.told_to(claim) for claim in item.claims]
+            notices = [progress.told_to(claim) for progress in told for claim in item.claims]
             self._settle(item)
             return notices
 
