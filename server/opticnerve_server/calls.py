@@ -19,7 +19,7 @@ from opticnerve.v1 import encoder_pb2 as pb
 
 from . import metrics, tracing, wire
 from .admission import Admission, AdmittedItem
-from .budgets import held_alone
+from .budgets import cut
 from .errors import Scope, ServiceError, internal_error, to_duration, to_item_failed
 from .info import Model
 from .interceptors import is_expired
@@ -285,14 +285,8 @@ class Call:
         item.admitted.written_by(job)
         await asyncio.wrap_future(job)
         item.seconds[Stage.PREPROCESS] = time.monotonic() - started
-        item.admitted.submit(item.plan, self._options.dtype, self._parts(item.plan))
-
-    def _parts(self, plan: ItemPlan) -> list[ItemPlan]:
-        """What an item is cut into, in order, that no graph holds as it is."""
-        bounds = self._options.bounds
-        if held_alone(plan, bounds):
-            return [plan]
-        return self._options.model.planner.split(plan, lambda part: held_alone(part, bounds))
+        options = self._options
+        item.admitted.submit(item.plan, options.dtype, cut(item.plan, options.model.planner, options.bounds))
 
     def _planned_now(self, item: CallItem) -> None:
         """What is held is answered as soon as its plan is known."""
