@@ -199,7 +199,7 @@ class Admission:
             del self._releasing[number]
 
     def send(self, message: messages.ToScheduler) -> None:
-        """Tell the scheduler, which hears messages in their order. Raises ServiceError where one is too long: a plan."""
+        """Tell the scheduler, which hears messages in their order. Raises ServiceError for a plan that is too long."""
         if self.lost.is_set():
             return  # nobody is left to tell, and its death has freed every slot
         data, limit = messages.encode(message), messages.MAX_MESSAGE_BYTES

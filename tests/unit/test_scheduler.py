@@ -86,6 +86,25 @@ def test_a_free_device_starts_what_has_landed_before_anything_else_is_read(
     assert order.index("run") <= 1, "the device would wait while calls are let in"
 
 
+def test_an_engine_that_is_gone_is_given_nothing_while_others_work() -> None:
+    pairs = [messages.socket_pair() for _ in range(4)]
+    (supervisor, control), (frontend, _), _, (other, _) = pairs
+    scheduler = Scheduler(Config(model="any"), control)
+    for message, (_, end) in zip((Attach(0), AttachEngine(0, READY), AttachEngine(1, READY)), pairs[1:], strict=True):
+        socket.send_fds(supervisor, [messages.encode(message)], [end.fileno()])
+    scheduler._turn()
+    for end in pairs[2]:
+        end.close()
+    frontend.send(messages.encode(Reserve(0, [0], [ItemRequest(49, 0, 64, 64)])))
+    frontend.send(messages.encode(Submit(0, 0, PLAN, "float32")))
+    scheduler._turn()
+    assert [type(message) for message in heard(other)] == [Land, Run]
+    for peer in (Peer(Kind.FRONTEND, 0), Peer(Kind.ENGINE, 0), Peer(Kind.ENGINE, 1)):
+        scheduler._peers.detach(peer)
+    for end in (supervisor, control, *pairs[1], *pairs[3]):
+        end.close()
+
+
 def test_an_engine_whose_end_is_reported_before_it_is_seen(pairs: list[tuple[socket.socket, socket.socket]]) -> None:
     supervisor, control = pairs[0]
     scheduler = Scheduler(Config(model="any"), control)
