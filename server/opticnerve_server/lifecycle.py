@@ -64,7 +64,7 @@ FAREWELL_S = 2.0
 """After the last engine has died: time for the front-ends to answer their callers."""
 
 EXIT_S = 5.0
-"""Time for a child without work to exit before it is killed."""
+"""Time for children without work to exit before they are killed."""
 
 SAME_SIGNAL_S = 0.5
 """Signals so close behind each other are one request: `timeout` sends to the process and then to its group."""
@@ -467,8 +467,9 @@ class Supervisor:
         """The scheduler ends when told to, each engine when the scheduler is gone."""
         self._scheduler_ended = True  # from here on its end is no failure, nor is theirs
         self._scheduler.send(Stop(0.0))
+        until = time.monotonic() + EXIT_S
         for child in (self._scheduler, *(engine.child for engine in self._engines if engine.child.ready)):
-            if not child.wait(EXIT_S):
+            if not child.wait(max(0.0, until - time.monotonic())):
                 log.warning("child did not end in time", extra={"child": child.name})
 
     def _end_children(self) -> None:
