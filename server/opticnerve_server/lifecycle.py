@@ -12,7 +12,6 @@ front-end, whose own calls alone are lost.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import signal
@@ -20,7 +19,6 @@ import socket
 import tempfile
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -34,9 +32,10 @@ from .config import Config
 from .credentials import CredentialFiles
 from .devices import devices_of
 from .engines import Engine, Engines, TooFewEngines
+from .frontends import Frontends, TooManyCrashes
 from .health import HealthServer
 from .info import ServerState, server_info
-from .messages import Attach, Devices, Occupancy, PhaseChange, Stop
+from .messages import Devices, Occupancy, PhaseChange, Stop
 from .ports import loopback, reserve, split_address
 from .processes import (
     Child,
@@ -56,9 +55,6 @@ if TYPE_CHECKING:
     from .scrape import MetricsServer
 
 log = logging.getLogger(__name__)
-
-CRASHES, CRASH_WINDOW_S = 5, 60.0
-"""That many deaths of front-ends within that time are no accident: the server ends."""
 
 FAREWELL_S = 2.0
 """After the last engine has died: time for the front-ends to answer their callers."""
@@ -109,11 +105,8 @@ class Supervisor:
         self._frontend_target = frontend_target
         self._credentials = CredentialFiles(config)
         self._state = ServerState(config=config, instance_id=uuid.uuid4().hex, decode_contract=decode_contract)
-        self._frontends: dict[int, Child] = {}
         self._companions: list[Companion] = []
-        self._indices = itertools.count()  # never used again: the scheduler must not mix up a dead one and its heir
-        self._crashes: deque[float] = deque(maxlen=CRASHES)
-        self._listening = self._stopping = self._scheduler_ended = False
+        self._listening = self._scheduler_ended = False
         self._started, self._alive = False, True
         self._stops, self._signalled = 0, float("-inf")
         self._born = self._phase_since = self._heartbeat = time.monotonic()
@@ -190,9 +183,10 @@ class Supervisor:
         self._held.callback(os.close, self._arena_fd)
         self._scheduler = Child("scheduler", self._scheduler_target, (config, Child.CONTROL))
         self._engines = Engines(devices, needed, self._spawn_engine, self._scheduler)
+        self._frontends = Frontends(self._spawn_frontend, self._scheduler, self._state)
         self._held.callback(self._end_children)
         for _ in range(config.frontends):
-            self._spawn_frontend()
+            self._frontends.start()
         if self._sglang:
             addresses = {"listen": loopback(self._address), **self._sglang}
             self._companions.append(Companion("sglang", run_sglang, (self._config, Child.CONTROL, addresses)))
@@ -201,34 +195,14 @@ class Supervisor:
         arguments = (self._config, device, Child.CONTROL, link, inherited_fd(self._arena_fd))
         return Child(f"engine-{device}", self._engine_target, arguments)
 
-    def _spawn_frontend(self) -> None:
-        index = next(self._indices)
-        scheduler_end, frontend_end = messages.socket_pair()
-        with scheduler_end, frontend_end:
-            self._scheduler.send(Attach(index), fd=scheduler_end.fileno())
-            child = Child(
-                f"frontend-{index}",
-                self._frontend_target,
-                (
-                    self._config,
-                    index,
-                    Child.CONTROL,
-                    frontend_end,
-                    inherited_fd(self._arena_fd),
-                    self._address,
-                    self._state.instance_id,
-                    self._credentials.last_good(),
-                ),
-            )
-        self._frontends[index] = child
-        child.send(PhaseChange(self._state.phase, self._state.detail))
-        child.send(Devices(self._state.devices))
-        if self._state.ready is not None:
-            child.send(self._state.ready)
+    def _spawn_frontend(self, index: int, link: socket.socket) -> Child:
+        arguments = (self._config, index, Child.CONTROL, link, inherited_fd(self._arena_fd))
+        server = (self._address, self._state.instance_id, self._credentials.last_good())
+        return Child(f"frontend-{index}", self._frontend_target, (*arguments, *server))
 
     def _start(self) -> None:
         """Follow the children until all are ready and the service's port answers."""
-        while not (self._listening and self._engines.has_started and all(c.ready for c in self._frontends.values())):
+        while not (self._listening and self._engines.has_started and all(c.ready for c in self._frontends)):
             if self._stops:
                 log.info("stopped while starting")
                 raise _End(0)
@@ -300,8 +274,8 @@ class Supervisor:
             self._watch(
                 handlers, engine.child, partial(self._on_engine, engine), partial(self._on_engine_death, engine)
             )
-        for index, child in self._frontends.items():
-            hear, end = partial(self._on_frontend, child), partial(self._on_frontend_death, index)
+        for child in self._frontends:
+            hear, end = partial(self._frontends.hear, child), partial(self._on_frontend_death, child)
             self._watch(handlers, child, hear, end)
         # What a child said last is heard before its end.
         for event in sorted(wait(list(handlers), timeout), key=lambda event: isinstance(event, int)):
@@ -331,14 +305,14 @@ class Supervisor:
         assert isinstance(message, Occupancy), "it says nothing else"
         self._heartbeat = time.monotonic()
         self._state.occupancy = message
-        self._tell_frontends(message)
+        self._frontends.tell(message)
 
     def _on_engine(self, engine: Engine, message: messages.Message) -> None:
         engines, state = self._engines, self._state
         engines.hear(engine, message)
         if state.ready is None and engines.ready is not None:
             state.ready = engines.ready
-            self._tell_frontends(engines.ready)
+            self._frontends.tell(engines.ready)
         self._tell_devices()
         if not engines.has_started or state.phase in (Phase.READY, Phase.UNHEALTHY):
             self._enter(*engines.phase)
@@ -348,11 +322,8 @@ class Supervisor:
         devices = self._engines.devices
         if devices != self._state.devices:
             self._state.devices = devices
-            self._tell_frontends(Devices(devices))
+            self._frontends.tell(Devices(devices))
             self._metrics.show(devices)
-
-    def _on_frontend(self, child: Child, message: messages.Message) -> None:
-        child.ready = True  # FrontendReady is the first thing that it says, FrontendAlive all else
 
     def _enter(self, phase: Phase, detail: str = "") -> None:
         """Make a phase, or progress in it, known to everyone."""
@@ -368,11 +339,7 @@ class Supervisor:
             self._metrics.enter(phase)
             self._health.update(phase, self._started, self._alive)
             log.info("phase", extra={"phase": phase.value, "detail": detail})
-        self._tell_frontends(PhaseChange(phase, detail))
-
-    def _tell_frontends(self, message: messages.Message) -> None:
-        for child in self._frontends.values():
-            child.send(message)
+        self._frontends.tell(PhaseChange(phase, detail))
 
     # --- deaths
 
@@ -404,26 +371,19 @@ class Supervisor:
         self._stop_frontends(FAREWELL_S)
         raise _End(code)
 
-    def _on_frontend_death(self, index: int) -> None:
-        child = self._frontends.pop(index)
+    def _on_frontend_death(self, child: Child) -> None:
         child.process.join()
-        code, pid = child.process.exitcode, child.process.pid
-        assert pid is not None
-        child.close()
-        self._metrics.forget(pid)
-        if self._stopping:
-            return
-        log.error("front-end died, its calls are lost", extra={"child": child.name, "exit_code": code})
-        now = time.monotonic()
-        self._crashes.append(now)
-        if len(self._crashes) == CRASHES and now - self._crashes[0] < CRASH_WINDOW_S:
-            self._fail(f"{CRASHES} front-ends died within {CRASH_WINDOW_S:g} s, their own logs say why", 1)
-        self._spawn_frontend()
+        assert child.process.pid is not None
+        self._metrics.forget(child.process.pid)
+        try:
+            self._frontends.end(child)
+        except TooManyCrashes as error:
+            self._fail(str(error), 1)
 
     def _end_silent(self, began: float) -> None:
         """Kill children that have been silent for too long, unless this process itself did not run since `began`."""
         now = time.monotonic()
-        limits = [(child, FRONTEND_SILENCE_S) for child in self._frontends.values()]
+        limits = [(child, FRONTEND_SILENCE_S) for child in self._frontends]
         limits += [(engine.child, SILENCE_S) for engine in self._engines]
         for child, limit in limits:
             if now - began > limit / 2:
@@ -455,12 +415,11 @@ class Supervisor:
 
     def _stop_frontends(self, grace: float) -> None:
         """Give the front-ends `grace` seconds to finish their calls, and a moment more to exit."""
-        self._stopping = True
-        self._tell_frontends(Stop(grace))
+        self._frontends.stop(grace)
         until = time.monotonic() + grace + EXIT_S
         while self._frontends and (left := until - time.monotonic()) > 0:
             self._step(left)
-        for child in self._frontends.values():
+        for child in self._frontends:
             log.warning("front-end did not end in time, its calls are lost", extra={"child": child.name})
 
     def _stop_engines(self) -> None:
@@ -474,8 +433,9 @@ class Supervisor:
     def _end_children(self) -> None:
         for companion in self._companions:
             companion.close()
-        for child in (*self._frontends.values(), self._scheduler):
-            child.kill()
-            child.close()
+        for child in self._frontends:
+            self._frontends.forget(child)
+        self._scheduler.kill()
+        self._scheduler.close()
         for engine in self._engines:
             self._engines.forget(engine)

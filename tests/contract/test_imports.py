@@ -27,6 +27,7 @@ SUPERVISOR = (
     "lifecycle",
     "processes",
     "engines",
+    "frontends",
     "devices",
     "health",
     "info",
