@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 import tempfile
 import time
@@ -23,7 +22,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from multiprocessing.connection import wait
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import messages, slots
@@ -49,6 +47,7 @@ from .processes import (
     run_sglang,
 )
 from .settings import ConfigError
+from .signals import StopRequests
 from .types import Phase
 
 if TYPE_CHECKING:
@@ -61,9 +60,6 @@ FAREWELL_S = 2.0
 
 EXIT_S = 5.0
 """Time for a child without work to exit before it is killed."""
-
-SAME_SIGNAL_S = 0.5
-"""Signals so close behind each other are one request: `timeout` sends to the process and then to its group."""
 
 SILENCE_S = 60.0
 """A scheduler that has sent no Occupancy, due every second, for that long is not alive any more. An engine that has
@@ -108,14 +104,13 @@ class Supervisor:
         self._companions: list[Companion] = []
         self._listening = self._scheduler_ended = False
         self._started, self._alive = False, True
-        self._stops, self._signalled = 0, float("-inf")
         self._born = self._phase_since = self._heartbeat = time.monotonic()
 
     def run(self) -> int:
         """Serve until told to stop; the exit code."""
         with ExitStack() as self._held:  # what must be given back, in reverse order, however it ends
             try:
-                self._take_signals()
+                self._stops = self._held.enter_context(StopRequests())
                 self._bind()
                 self._spawn()
                 self._start()
@@ -126,21 +121,6 @@ class Supervisor:
         return 0
 
     # --- start
-
-    def _take_signals(self) -> None:
-        def count(signum: int, frame: FrameType | None) -> None:
-            now = time.monotonic()
-            self._stops += now - self._signalled > SAME_SIGNAL_S
-            self._signalled = now
-
-        # A waiting main thread is woken by a byte in a socket; the handlers alone would not end its wait.
-        self._wakeup, write = socket.socketpair()
-        for end in (self._wakeup, write):
-            end.setblocking(False)
-            self._held.callback(end.close)
-        self._held.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(write.fileno()))
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            self._held.callback(signal.signal, signum, signal.signal(signum, count))
 
     def _bind(self) -> None:
         try:
@@ -203,7 +183,7 @@ class Supervisor:
     def _start(self) -> None:
         """Follow the children until all are ready and the service's port answers."""
         while not (self._listening and self._engines.has_started and all(c.ready for c in self._frontends)):
-            if self._stops:
+            if self._stops.count:
                 log.info("stopped while starting")
                 raise _End(0)
             if time.monotonic() - self._born > self._config.startup_timeout:
@@ -252,7 +232,7 @@ class Supervisor:
 
     def _serve(self) -> None:
         self._heartbeat = time.monotonic()
-        while not self._stops:
+        while not self._stops.count:
             began = time.monotonic()
             self._step(_TICK_S)
             self._end_silent(began)
@@ -267,7 +247,7 @@ class Supervisor:
 
     def _step(self, timeout: float) -> None:
         """Handle what has happened, or wait for it up to `timeout` seconds."""
-        handlers: dict[Any, Callable[[], object]] = {self._wakeup: lambda: self._wakeup.recv(64)}
+        handlers: dict[Any, Callable[[], object]] = {self._stops.wakeup: self._stops.hear}
         if not self._scheduler_ended:
             self._watch(handlers, self._scheduler, self._on_scheduler, self._on_scheduler_death)
         for engine in self._engines:
@@ -282,7 +262,7 @@ class Supervisor:
             handlers[event]()
         for companion in self._companions:
             companion.look_after()
-        if self._stops > 1:
+        if self._stops.count > 1:
             log.warning("stopped at once by a second signal")
             raise _End(1)
 

@@ -25,6 +25,7 @@ SUPERVISOR = (
     "settings",
     "config",
     "lifecycle",
+    "signals",
     "processes",
     "engines",
     "frontends",
