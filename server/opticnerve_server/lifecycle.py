@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from . import messages, slots
 from .companion import Companion
@@ -31,10 +31,10 @@ from .credentials import CredentialFiles
 from .devices import devices_of
 from .engines import Engine, Engines, TooFewEngines
 from .frontends import Frontends, TooManyCrashes
-from .health import HealthServer
 from .info import ServerState, server_info
+from .listeners import Listeners
 from .messages import Devices, Occupancy, PhaseChange, Stop
-from .ports import loopback, reserve, split_address
+from .ports import loopback
 from .processes import (
     Child,
     EngineTarget,
@@ -49,9 +49,6 @@ from .processes import (
 from .settings import ConfigError
 from .signals import StopRequests
 from .types import Phase
-
-if TYPE_CHECKING:
-    from .scrape import MetricsServer
 
 log = logging.getLogger(__name__)
 
@@ -128,26 +125,12 @@ class Supervisor:
         except OSError as error:
             self._fail(f"no temporary directory for the metrics: {error}; set TMPDIR to one that can be written", 2)
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
-        from .scrape import MetricsServer
-
-        config = self._config
-        name, address = "listen", config.listen
         try:
-            reserved, self._address = reserve(address)
-            self._held.callback(reserved.close)
-            name, address = "metrics_listen", config.metrics_listen
-            self._metrics: MetricsServer = MetricsServer(*split_address(address))
-            self._held.callback(self._metrics.stop)
-            name, address = "health_listen", config.health_listen
-            self._health = HealthServer(address, lambda: server_info(self._state, self._state.phase))
-            self._held.callback(self._health.stop)
-            self._sglang: dict[str, str] = {}  # addresses by setting
-            for name in ("sglang_listen", "sglang_grpc_listen"):
-                if address := getattr(config, name):
-                    reserved, self._sglang[name] = reserve(address)
-                    self._held.callback(reserved.close)
-        except OSError as error:
-            self._fail(f"cannot listen on {name} = {address}: {error}; free the address or choose another", 2)
+            listeners = Listeners(self._config, lambda: server_info(self._state, self._state.phase))
+        except ConfigError as error:
+            self._fail(str(error), 2)
+        self._listeners = self._held.enter_context(listeners)
+        self._metrics, self._health = listeners.metrics, listeners.health
         self._metrics.enter(Phase.LOADING)
 
     def _spawn(self) -> None:
@@ -167,8 +150,8 @@ class Supervisor:
         self._held.callback(self._end_children)
         for _ in range(config.frontends):
             self._frontends.start()
-        if self._sglang:
-            addresses = {"listen": loopback(self._address), **self._sglang}
+        if self._listeners.sglang:
+            addresses = {"listen": loopback(self._listeners.address), **self._listeners.sglang}
             self._companions.append(Companion("sglang", run_sglang, (self._config, Child.CONTROL, addresses)))
 
     def _spawn_engine(self, device: int, link: socket.socket) -> Child:
@@ -177,7 +160,7 @@ class Supervisor:
 
     def _spawn_frontend(self, index: int, link: socket.socket) -> Child:
         arguments = (self._config, index, Child.CONTROL, link, inherited_fd(self._arena_fd))
-        server = (self._address, self._state.instance_id, self._credentials.last_good())
+        server = (self._listeners.address, self._state.instance_id, self._credentials.last_good())
         return Child(f"frontend-{index}", self._frontend_target, (*arguments, *server))
 
     def _start(self) -> None:
@@ -190,30 +173,12 @@ class Supervisor:
                 where = f"{self._state.phase} {self._state.detail}".strip()
                 self._fail(f"not serving within startup_timeout = {self._config.startup_timeout:g} s, still {where}", 1)
             self._step(_TICK_S if self._listening else _PROBE_S)
-            if not self._listening and self._answers():
+            if not self._listening and self._listeners.service_answers():
                 self._listening = True
-                self._announce()
+                log.info("listening", extra={**self._listeners.addresses, "instance_id": self._state.instance_id})
         self._started = True
         self._enter(Phase.READY)
         log.info("ready", extra={"seconds": round(time.monotonic() - self._born, 1), **self._totals()})
-
-    def _answers(self) -> bool:
-        try:
-            socket.create_connection(split_address(self._address), timeout=1.0).close()
-        except OSError:
-            return False
-        return True
-
-    def _announce(self) -> None:
-        """One line with the resolved addresses, for people and for programs that asked for port 0."""
-        host = self._config.metrics_listen.rpartition(":")[0]
-        addresses = {
-            "listen": self._address,
-            "health_listen": self._health.address,
-            "metrics_listen": f"{host}:{self._metrics.port}",
-            **self._sglang,
-        }
-        log.info("listening", extra={**addresses, "instance_id": self._state.instance_id})
 
     def _totals(self) -> dict[str, object]:
         ready = self._state.ready

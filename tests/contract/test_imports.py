@@ -26,6 +26,7 @@ SUPERVISOR = (
     "config",
     "lifecycle",
     "signals",
+    "listeners",
     "processes",
     "engines",
     "frontends",
