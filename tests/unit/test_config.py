@@ -252,7 +252,7 @@ def test_the_automatic_cap_depends_on_the_device() -> None:
     assert load(MODEL | {"max_token_budget": "256"}, {}).config.token_cap("cpu") == 256
 
 
-@pytest.mark.parametrize(("cores", "frontends", "threads"), [(1, 1, 1), (2, 1, 2), (8, 2, 4), (16, 4, 4), (128, 6, 21)])
+@pytest.mark.parametrize(("cores", "frontends", "threads"), [(1, 1, 1), (2, 1, 2), (8, 3, 2), (16, 6, 2), (128, 8, 16)])
 def test_processes_and_threads_follow_the_cores(
     monkeypatch: pytest.MonkeyPatch, cores: int, frontends: int, threads: int
 ) -> None:
