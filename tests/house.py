@@ -12,7 +12,7 @@ import torch
 from fake_tower import FakeTower, expected
 from opticnerve_server.batcher import Batcher, Engine, QueuedPart
 from opticnerve_server.bench.inprocess import path_states
-from opticnerve_server.budgets import held_alone
+from opticnerve_server.budgets import cut
 from opticnerve_server.claims import Item, Progress
 from opticnerve_server.dispatcher import Dispatcher, Finished
 from opticnerve_server.graphs import GraphManager, plan_capacities
@@ -112,7 +112,7 @@ class House:
         return item
 
     def put(self, item: Item) -> None:
-        parts = self.tower.planner.split(item.placed, lambda part: held_alone(part, self.capacities))
+        parts = cut(item.placed, self.tower.planner, self.capacities)
         with self._lock:
             self.batcher.put(item, parts)
             self.call_by_number[self.batcher._numbers] = self.call_of[item]

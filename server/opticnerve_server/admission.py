@@ -90,7 +90,7 @@ class AdmittedItem:
         self._writer = job
 
     def submit(self, plan: ItemPlan, dtype: str, parts: list[ItemPlan]) -> None:
-        """Pass the written pixels to the scheduler, to be run as these parts."""
+        """Pass the written pixels to the scheduler, to be run as these parts. Raises ServiceError."""
         cut = parts if len(parts) > 1 else []
         self._admission.send(Submit(self._call, self.index, plan, dtype, cut, tracing.current()))
 
@@ -199,10 +199,15 @@ class Admission:
             del self._releasing[number]
 
     def send(self, message: messages.ToScheduler) -> None:
-        """Tell the scheduler; it hears messages in their order."""
+        """Tell the scheduler, which hears messages in their order. Raises ServiceError for a plan that is too long."""
         if self.lost.is_set():
             return  # nobody is left to tell, and its death has freed every slot
-        self._unsent.append(messages.encode(message))
+        data, limit = messages.encode(message), messages.MAX_MESSAGE_BYTES
+        if len(data) > limit:
+            raise ServiceError(
+                "ITEM_TOO_LARGE", f"the item's plan takes {len(data)} bytes, the limit is {limit}: send fewer frames"
+            )
+        self._unsent.append(data)
         if len(self._unsent) == 1:
             self._flush()
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from msgspec.structs import replace
+
+from .models.base import Planner
 from .types import Capacity, ItemPlan, Load, Reason
 
 
@@ -44,3 +47,14 @@ def some_holds(capacities: Sequence[Capacity], load: Load) -> bool:
 def held_alone(plan: ItemPlan, bounds: Mapping[str, Sequence[Capacity]]) -> bool:
     """Whether on every path some capacity holds this item, or part of one."""
     return all(some_holds(bounds[path], Load.of([asked])) for path, asked in plan.paths.items() if asked.units)
+
+
+def cut(plan: ItemPlan, planner: Planner, bounds: Mapping[str, Sequence[Capacity]]) -> list[ItemPlan]:
+    """The parts of an item that no capacity holds, in order; [plan] where one does, or where it cannot be cut.
+
+    Parts do not name their frames: no tower asks, and with all of them in each part no message would hold a long video.
+    """
+    if held_alone(plan, bounds):
+        return [plan]
+    parts = planner.split(plan, lambda part: held_alone(part, bounds))
+    return [replace(part, frame_indices=(), timestamps=()) for part in parts]

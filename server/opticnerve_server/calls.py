@@ -15,14 +15,13 @@ from typing import Any
 from .activity import Activity
 from .admission import Admission
 from .answers import Answer, CallItem, failed, held, streamed, unanswered
-from .budgets import held_alone
+from .budgets import cut
 from .errors import ServiceError, internal_error
 from .interceptors import is_expired
 from .messages import Found, ItemRequest, Rows, TakeOver
 from .metrics import Stage
 from .options import Options
 from .preprocess import PlannedItem, Preprocessor
-from .types import ItemPlan
 
 log = logging.getLogger(__name__)
 
@@ -168,14 +167,8 @@ class Call:
         item.admitted.written_by(job)
         await asyncio.wrap_future(job)
         item.seconds[Stage.PREPROCESS] = time.monotonic() - started
-        item.admitted.submit(item.plan, self._options.dtype, self._parts(item.plan))
-
-    def _parts(self, plan: ItemPlan) -> list[ItemPlan]:
-        """What an item is cut into, in order, that no graph holds as it is."""
-        bounds = self._options.bounds
-        if held_alone(plan, bounds):
-            return [plan]
-        return self._options.model.planner.split(plan, lambda part: held_alone(part, bounds))
+        options = self._options
+        item.admitted.submit(item.plan, options.dtype, cut(item.plan, options.model.planner, options.bounds))
 
     def _planned_now(self, item: CallItem) -> None:
         """What is held is answered as soon as its plan is known."""

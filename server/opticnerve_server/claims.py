@@ -88,7 +88,8 @@ class Item:
     submitted_at: float = 0.0
     claims: list[Claim] = field(default_factory=list)
     writer: Claim | None = None  # who writes its pixels
-    progress: list[Progress] = field(default_factory=list)
+    progress: list[Progress] = field(default_factory=list)  # in the order of the rows
+    early: dict[int, Progress] = field(default_factory=dict)  # by first row; parts before them are on other devices
     on_device: int = 0  # parts that copies or kernels may be using
     failed: bool = False  # the claims have been told
     is_done: bool = False  # all rows are in the slot, the pixels are freed

@@ -147,17 +147,21 @@ class Ledger:
             return max(ends, default=now) > now
 
     def from_device(self, item: Item, progress: Progress) -> list[Notice]:
-        """The rows of a part are in the slot."""
+        """The rows of a part are in the slot; they are told of once those before them are."""
         with self._lock:
             self._leave_device(item, progress.count)
             if item.failed or item.unwanted:
                 self._settle(item)
                 return []
-            item.progress.append(progress)
+            item.early[progress.start] = progress
+            told = []
+            while (following := item.early.pop(item.tokens_done, None)) is not None:
+                item.progress.append(following)
+                told.append(following)
             if item.tokens_done == item.tokens:
                 item.is_done = True
                 self._free_pixels(item)
-            notices = [progress.told_to(claim) for claim in item.claims]
+            notices = [progress.told_to(claim) for progress in told for claim in item.claims]
             self._settle(item)
             return notices
 

@@ -109,7 +109,8 @@ class Scheduler:
             case Kind.FRONTEND:
                 self._on_frontend(peer.number, message)
             case Kind.ENGINE if message is None:
-                self._peers.ignore(peer)  # the supervisor knows more
+                self._peers.ignore(peer)  # the supervisor knows more; until it tells, others get what comes
+                self.batcher.engines[peer.number].works = False
             case Kind.ENGINE:
                 self._on_engine(peer.number, message)
 

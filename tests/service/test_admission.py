@@ -10,15 +10,34 @@ import grpc.aio
 import pytest
 from google.rpc import error_details_pb2
 
+import opticnerve
 from fake_engine import FakeEngine
 from frontend_harness import collect, details_of, picture, raw_item, reason_of, serving, until
+from golden.test_clips import planner_of
+from opticnerve.media import to_items
 from opticnerve.v1 import encoder_pb2 as pb
 from opticnerve_server import messages
 from opticnerve_server.admission import MAX_UNSENT, Admission
+from opticnerve_server.budgets import cut
 from opticnerve_server.config import MAX_QUEUE_ITEMS
 from opticnerve_server.errors import ServiceError
-from opticnerve_server.messages import Grant, Granted, GrantKind, Hold, ItemRequest, Refused, Reserve, Slot, TooLate
+from opticnerve_server.limits import MAX_SAMPLED_FRAMES
+from opticnerve_server.messages import (
+    Grant,
+    Granted,
+    GrantKind,
+    Hold,
+    ItemRequest,
+    Refused,
+    Reserve,
+    Slot,
+    Submit,
+    TooLate,
+)
+from opticnerve_server.models.base import Sampling, VideoItem
+from opticnerve_server.models.grid import PATH
 from opticnerve_server.store import NAME_BYTES, VARIANT_BYTES
+from opticnerve_server.types import Capacity
 
 REQUEST = pb.EncodeRequest(items=[raw_item(picture(16, 16))] * 2)
 
@@ -96,6 +115,29 @@ def test_the_largest_call_fits_in_one_message() -> None:
     granted = Granted(1 << 40, [Grant(GrantKind.ENCODE, Slot(most, most, most))] * MAX_QUEUE_ITEMS)
     assert len(messages.encode(reserve)) <= messages.MAX_MESSAGE_BYTES
     assert len(messages.encode(granted)) <= messages.MAX_MESSAGE_BYTES
+
+
+@pytest.mark.parametrize("architecture", ["qwen2_5_vl", "gemma4"])
+def test_the_longest_video_fits_in_one_message(architecture: str) -> None:
+    """Also where each frame is a part of its own."""
+    planner = planner_of(architecture)
+    plan = planner.plan(VideoItem(9999, 29.97, 360, 640, Sampling(num_frames=MAX_SAMPLED_FRAMES)))
+    bounds = {PATH: [Capacity(plan.tokens // plan.grid[0], 1, 1, 1 << 20)]}
+    parts = cut(plan, planner, bounds)
+    assert len(parts) == plan.grid[0] >= MAX_SAMPLED_FRAMES // 2
+    submit = Submit(1 << 40, MAX_QUEUE_ITEMS, plan, "bfloat16", parts, "0" * 55)
+    assert len(messages.encode(submit)) <= messages.MAX_MESSAGE_BYTES
+
+
+async def test_a_plan_that_no_message_holds_fails_its_item_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "MAX_MESSAGE_BYTES", 400)
+    [video] = to_items([opticnerve.Frames([picture(8, 8)] * 40, 1.0)])
+    async with serving() as server:
+        answers = await collect(server.stub.Encode(pb.EncodeRequest(items=[video, raw_item(picture(8, 8))])))
+    assert answers[0].failed is not None
+    assert answers[0].failed.reason == "ITEM_TOO_LARGE"
+    assert "the limit is 400: send fewer frames" in answers[0].failed.message
+    assert answers[1].finished is not None
 
 
 async def test_messages_wait_while_the_socket_is_full() -> None:

@@ -295,6 +295,20 @@ def test_who_comes_between_two_parts_hears_of_both() -> None:
     assert (1, Rows(2, 0, 4, 6, [], 0.0, 0.0, 0.0)) in told
 
 
+def test_rows_are_told_of_in_their_order_whatever_device_is_first() -> None:
+    books = ledger()
+    grants(books, reserve(1, 1))
+    item = submitted(books, 1)
+    parts = [Progress(start, count, []) for start, count in ((0, 2), (2, 3), (5, 5))]
+    for _ in parts:
+        assert books.to_device(item)
+    assert books.from_device(item, parts[2]) == []
+    assert not item.is_done
+    assert [said.start for _, said in books.from_device(item, parts[0])] == [0]  # type: ignore[union-attr]
+    assert [said.start for _, said in books.from_device(item, parts[1])] == [2, 5]  # type: ignore[union-attr]
+    assert item.is_done
+
+
 def test_another_caller_takes_over_what_the_first_leaves() -> None:
     books = ledger(store=4)
     grants(books, keyed(1, b"k"))

@@ -13,6 +13,7 @@ from opticnerve_server.messages import (
     Attach,
     AttachEngine,
     Computed,
+    EngineEnded,
     EngineReady,
     Granted,
     ItemRequest,
@@ -83,3 +84,37 @@ def test_a_free_device_starts_what_has_landed_before_anything_else_is_read(
     for peer in (Peer(Kind.FRONTEND, 0), Peer(Kind.ENGINE, 0)):
         scheduler._peers.detach(peer)
     assert order.index("run") <= 1, "the device would wait while calls are let in"
+
+
+def test_an_engine_that_is_gone_is_given_nothing_while_others_work() -> None:
+    pairs = [messages.socket_pair() for _ in range(4)]
+    (supervisor, control), (frontend, _), _, (other, _) = pairs
+    scheduler = Scheduler(Config(model="any"), control)
+    for message, (_, end) in zip((Attach(0), AttachEngine(0, READY), AttachEngine(1, READY)), pairs[1:], strict=True):
+        socket.send_fds(supervisor, [messages.encode(message)], [end.fileno()])
+    scheduler._turn()
+    for end in pairs[2]:
+        end.close()
+    frontend.send(messages.encode(Reserve(0, [0], [ItemRequest(49, 0, 64, 64)])))
+    frontend.send(messages.encode(Submit(0, 0, PLAN, "float32")))
+    scheduler._turn()
+    assert [type(message) for message in heard(other)] == [Land, Run]
+    for peer in (Peer(Kind.FRONTEND, 0), Peer(Kind.ENGINE, 0), Peer(Kind.ENGINE, 1)):
+        scheduler._peers.detach(peer)
+    for end in (supervisor, control, *pairs[1], *pairs[3]):
+        end.close()
+
+
+def test_an_engine_whose_end_is_reported_before_it_is_seen(pairs: list[tuple[socket.socket, socket.socket]]) -> None:
+    supervisor, control = pairs[0]
+    scheduler = Scheduler(Config(model="any"), control)
+    for message, (_, end) in zip((Attach(0), AttachEngine(0, READY)), pairs[1:], strict=True):
+        socket.send_fds(supervisor, [messages.encode(message)], [end.fileno()])
+    scheduler._turn()
+    supervisor.send(messages.encode(EngineEnded(0)))
+    for end in pairs[2]:
+        end.close()
+    assert {peer.kind for peer in scheduler._peers.wait(0)} == {Kind.SUPERVISOR, Kind.ENGINE}, "both in one turn"
+    scheduler._turn()
+    assert not scheduler.batcher.engines
+    scheduler._peers.detach(Peer(Kind.FRONTEND, 0))

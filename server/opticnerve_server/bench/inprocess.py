@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from ..batcher import Batcher, Engine, QueuedPart
-from ..budgets import held_alone
+from ..budgets import cut
 from ..claims import Item, Progress
 from ..dispatcher import DTYPES, SWITCH_INTERVAL_S, Dispatcher, Finished
 from ..graphs import GraphManager
@@ -160,7 +160,7 @@ class InProcessEngine:
             self.ledger.release(*claim.id)
 
     def _split(self, plan: ItemPlan) -> list[ItemPlan]:
-        return self.tower.planner.split(plan, lambda part: held_alone(part, self._capacities))
+        return cut(plan, self.tower.planner, self._capacities)
 
     def _device_forever(self) -> None:
         intake = Intake(self._land, self._launch, _never)
