@@ -63,7 +63,8 @@ class FakeDevice:
             work = part.work
             pixels = self.slots[work.pixels : work.pixels + work.plan.pixel_bytes]
             rows = rows_of(pixels, work.plan.tokens, self.width, work.dtype)
-            self.slots[work.rows : work.rows + rows.nbytes] = rows.reshape(-1).view(np.uint8)
+            at = work.rows + work.first_row * rows.itemsize * self.width
+            self.slots[at : at + rows.nbytes] = rows.reshape(-1).view(np.uint8)
             run = Dispatched("default", Outcome.HIT, BATCH.units, work.plan.tokens, load.items, load.units, self.device)
             done.append(PartDone(work.number, [run]))
             print(self.device, work.number, file=self.log)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import socket
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +15,9 @@ from .processes import Child
 from .types import Phase
 
 log = logging.getLogger(__name__)
+
+DEATHS, DEATHS_WINDOW_S = 5, 600.0
+"""A device whose engine dies that often within that time is left out: it costs callers more than it computes."""
 
 Spawn = Callable[[int, socket.socket], Child]
 """Starts the engine of a device, with its end of the socket to the scheduler."""
@@ -49,6 +54,7 @@ class Engines:
         self._scheduler = scheduler
         self._names = dict.fromkeys(devices, "")
         self._restarts = dict.fromkeys(devices, 0)
+        self._deaths: dict[int, deque[float]] = {device: deque(maxlen=DEATHS) for device in devices}
         self._engines: dict[int, Engine] = {}
         for device in devices:
             self._start(device)
@@ -88,7 +94,7 @@ class Engines:
     def end(self, engine: Engine) -> None:
         """Start another in place of one whose process has ended. Raises TooFewEngines.
 
-        One that ended while it started would do so again: its device is left out.
+        One that ended while it started would do so again, as would one that has died too often: its device is left out.
         """
         code, was_ready, phase = engine.child.process.exitcode, engine.child.ready, engine.phase
         self.forget(engine)
@@ -97,11 +103,14 @@ class Engines:
             if not self._serving:
                 raise TooFewEngines("no engine is left", code)
             self._scheduler.send(EngineEnded(engine.device))
+        if was_ready and not self._keeps_dying(engine.device):
             self._restarts[engine.device] += 1
             self._start(engine.device)
-        elif not self.has_started and len(self._engines) < self._needed:
+            return
+        if not self.has_started and len(self._engines) < self._needed:
             reason = f"the engine of device {engine.device} ended with {code} while {phase}, its own log says why"
             raise TooFewEngines(reason, code)
+        log.error("device is left out", extra={"device": engine.device})
 
     def forget(self, engine: Engine) -> None:
         """End an engine, if it has not, and release what is held of it."""
@@ -110,6 +119,12 @@ class Engines:
         engine.child.close()
         if engine.link is not None:
             engine.link.close()
+
+    def _keeps_dying(self, device: int) -> bool:
+        """Whether this death is one too many."""
+        deaths = self._deaths[device]
+        deaths.append(time.monotonic())
+        return len(deaths) == DEATHS and deaths[-1] - deaths[0] < DEATHS_WINDOW_S
 
     @property
     def _serving(self) -> int:

@@ -18,8 +18,9 @@ import opticnerve
 from fake_engine import rows_of
 from many_devices import BATCH
 from opticnerve.v1 import encoder_pb2 as pb
+from opticnerve_server.budgets import cut
 from opticnerve_server.models import registry
-from opticnerve_server.models.base import ImageItem, Planner
+from opticnerve_server.models.base import ImageItem, Planner, Sampling, VideoItem
 from opticnerve_server.models.checkpoint import write_checkpoint
 from running_server import RunningServer, eventually, running
 
@@ -28,28 +29,29 @@ CALLERS, CALLS, IMAGES = 12, 12, 6
 PROGRAM = (sys.executable, Path(__file__).parents[1] / "many_devices.py")
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    write_checkpoint("qwen3_vl", tmp_path / "model")
-    return tmp_path / "model"
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("devices")
+    write_checkpoint("qwen3_vl", directory / "model")
+    return directory
 
 
-@pytest.fixture
-def planner(model: Path) -> Planner:
-    return registry.build_planner(registry.open_model(str(model), "safetensors"))
+@pytest.fixture(scope="module")
+def planner(directory: Path) -> Planner:
+    return registry.build_planner(registry.open_model(str(directory / "model"), "safetensors"))
 
 
-@pytest.fixture
-def log(tmp_path: Path) -> Path:
-    return tmp_path / "parts"
+@pytest.fixture(scope="module")
+def log(directory: Path) -> Path:
+    return directory / "parts"
 
 
-@pytest.fixture
-def server(model: Path, planner: Planner, tmp_path: Path, log: Path) -> Iterator[RunningServer]:
+@pytest.fixture(scope="module")
+def server(directory: Path, planner: Planner, log: Path) -> Iterator[RunningServer]:
     fakes = {"FAKE_WIDTH": str(planner.layout.width), "FAKE_SECONDS": "0.02", "FAKE_LOG": str(log)}
     devices = ",".join(map(str, range(DEVICES)))
     flags = ("--devices", devices, "--frontends", "1", "--max-queue-bytes", str(256 << 20))
-    with running(model, tmp_path, *flags, program=PROGRAM, **fakes) as server:
+    with running(directory / "model", directory, *flags, program=PROGRAM, **fakes) as server:
         yield server
 
 
@@ -67,6 +69,23 @@ def expected(planner: Planner, image: npt.NDArray[np.uint8]) -> npt.NDArray[np.g
     pixels = np.empty(plan.pixel_bytes, np.uint8)
     planner.fill_pixels(image, plan, pixels)
     return rows_of(pixels, plan.tokens, planner.layout.width, "bfloat16")
+
+
+async def test_the_parts_of_a_video_come_in_order_from_all_devices(server: RunningServer, planner: Planner) -> None:
+    frames = list(np.random.default_rng(0).integers(0, 256, (40, 256, 256, 3), np.uint8))
+    plan = planner.plan(VideoItem(len(frames), 24.0, 256, 256, Sampling(fps=24.0)))
+    pixels, parts = np.empty(plan.pixel_bytes, np.uint8), cut(plan, planner, {"default": [BATCH]})
+    planner.fill_pixels(iter(frames), plan, pixels)
+    ends = np.cumsum([part.pixel_bytes for part in parts])
+    rows = [
+        rows_of(pixels[end - part.pixel_bytes : end], part.tokens, planner.layout.width, "bfloat16")
+        for part, end in zip(parts, ends, strict=True)
+    ]
+    async with opticnerve.AsyncClient(server.address) as client:
+        for _ in range(3):
+            [embedding] = [each async for each in client.encode([opticnerve.Frames(frames, 24.0, sample_fps=24.0)])]
+            assert len({dispatch.device for dispatch in embedding.dispatches}) == len(parts) == 5
+            assert embedding.array.tobytes() == np.concatenate(rows).tobytes()
 
 
 async def test_one_of_eight_is_killed_under_load(server: RunningServer, planner: Planner, log: Path) -> None:

@@ -425,6 +425,23 @@ def test_an_engine_that_does_not_come_back_is_left_out(
     assert_nothing_left(server)
 
 
+def test_an_engine_that_keeps_dying_is_left_out(start: Callable[..., Server]) -> None:
+    server = start(devices="0,1", frontends=1)
+    server.ready()
+    before = len(os.listdir(f"/proc/{server.process.pid}/fd"))
+    for restarts in range(5):
+        eventually(lambda restarts=restarts: phases(server)[1] == (pb.PHASE_READY, restarts))
+        os.kill(engines_of(server)[1], signal.SIGKILL)
+    eventually(lambda: phases(server) == [(pb.PHASE_READY, 0), (pb.PHASE_FAILED, 4)])
+    assert server.event("device is left out")["device"] == 1
+    assert server.health() == dict.fromkeys(NAMES, True)
+    assert 'opticnerve_device_up{device="1"} 0.0' in server.metrics()
+    eventually(lambda: len(os.listdir(f"/proc/{server.process.pid}/fd")) < before)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.exit_code() == 0
+    assert_nothing_left(server)
+
+
 def test_more_engines_than_devices_cannot_be_needed(start: Callable[..., Server]) -> None:
     server = start(devices="0,1", min_engines=3)
     assert server.exit_code() == 2
