@@ -56,7 +56,7 @@ FAREWELL_S = 2.0
 """After the last engine has died: time for the front-ends to answer their callers."""
 
 EXIT_S = 5.0
-"""Time for a child without work to exit before it is killed."""
+"""Time for children without work to exit before they are killed."""
 
 SILENCE_S = 60.0
 """A scheduler that has sent no Occupancy, due every second, for that long is not alive any more. An engine that has
@@ -371,8 +371,9 @@ class Supervisor:
         """The scheduler ends when told to, each engine when the scheduler is gone."""
         self._scheduler_ended = True  # from here on its end is no failure, nor is theirs
         self._scheduler.send(Stop(0.0))
+        until = time.monotonic() + EXIT_S
         for child in (self._scheduler, *(engine.child for engine in self._engines if engine.child.ready)):
-            if not child.wait(EXIT_S):
+            if not child.wait(max(0.0, until - time.monotonic())):
                 log.warning("child did not end in time", extra={"child": child.name})
 
     def _end_children(self) -> None:

@@ -24,6 +24,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from opticnerve.v1 import encoder_pb2 as pb
 from opticnerve.v1 import encoder_pb2_grpc as pb_grpc
+from opticnerve_server.lifecycle import EXIT_S
 
 PROGRAM = Path(__file__).with_name("fake_server.py")
 NAMES = ("", "opticnerve.v1.EncoderService", "readiness", "startup", "liveness")
@@ -263,6 +264,17 @@ def test_front_ends_that_do_not_finish_are_killed(start: Callable[..., Server]) 
     server.process.send_signal(signal.SIGTERM)
     assert server.exit_code() == 0
     assert server.event("front-end did not end in time, its calls are lost")["child"] == "frontend-0"
+    assert_nothing_left(server)
+
+
+def test_children_that_do_not_end_hold_a_stop_up_once_together(start: Callable[..., Server]) -> None:
+    server = start(devices="0,1,2", frontends=1)
+    server.ready()
+    for pid in engines_of(server):
+        os.kill(pid, signal.SIGSTOP)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.exit_code() == 0
+    assert server.event("stopped")["seconds"] < 2 * EXIT_S
     assert_nothing_left(server)
 
 
