@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from opticnerve_server import messages
-from opticnerve_server.ledger import Item, Ledger, Notice, Progress
+from opticnerve_server.claims import Item, Notice, Progress
+from opticnerve_server.ledger import Ledger
 from opticnerve_server.messages import (
     EndLeases,
     Failed,

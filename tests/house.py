@@ -13,9 +13,10 @@ from fake_tower import FakeTower, expected
 from opticnerve_server.batcher import Batcher, Engine, QueuedPart
 from opticnerve_server.bench.inprocess import path_states
 from opticnerve_server.budgets import cut
+from opticnerve_server.claims import Item, Progress
 from opticnerve_server.dispatcher import Dispatcher, Finished
 from opticnerve_server.graphs import GraphManager, plan_capacities
-from opticnerve_server.ledger import Item, Ledger, Progress
+from opticnerve_server.ledger import Ledger
 from opticnerve_server.messages import Done, Granted, ItemRequest, Land, PartDone, Reserve, Run, Submit
 from opticnerve_server.models.base import ImageItem
 from opticnerve_server.parts import Batch, Failure, Intake, Part

@@ -1,39 +1,28 @@
-"""The client: its calls, and what becomes of those that fail. `sync.py` has the same without an event loop."""
+"""The client: its calls. `sync.py` has the same without an event loop."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, overload
+from typing import Any, Literal, Self, overload
 
 import grpc.aio
 
-from opticnerve.channel import SERVICE, Connection, Tls, to_server_error
+from opticnerve.channel import SERVICE, Tls
 from opticnerve.digests import Metadata, affinity_of
-from opticnerve.errors import (
-    DeadlineExceededError,
-    ImageInvalidError,
-    NotFoundError,
-    ProtocolError,
-    RequestTooLargeError,
-    ResourceExhaustedError,
-    ServerError,
-    from_item,
-)
+from opticnerve.errors import ImageInvalidError, NotFoundError, ProtocolError, ServerError, from_item
 from opticnerve.media import MediaSource, SizeSource, to_items, to_media_size
 from opticnerve.retry import Patience
+from opticnerve.target import Target
 from opticnerve.tensors import DtypeName, Embedding, Held, ItemPlan, Receiver, to_wire_dtype
 from opticnerve.v1 import encoder_pb2 as pb
 
 DEFAULT_SERVER = "127.0.0.1:50051"
 DEFAULT_TIMEOUT_S = 30.0
 
-_PHASE_TIMEOUT_S = 1.0  # to learn, after a call failed, what the server was doing
 _HEADER_BYTES = 64 << 10  # first bytes of a file: enough to know the size of almost every image
-
-T = TypeVar("T")
 
 
 class AsyncClient:
@@ -63,16 +52,11 @@ class AsyncClient:
         tls: Tls | None = None,
         token: str = "",
     ) -> None:
-        self._server = server
-        self._tls = tls
-        self._token = token
+        self._target = Target(server, tls=tls, token=token)
         self._timeout = timeout
         self._wait_until_ready = wait_until_ready
         self._model = model
         self._fingerprint = fingerprint
-        self._connections: dict[bool, Connection] = {}  # by wait_until_ready
-        self._max_request_bytes = 0  # 0 until a server has told it
-        self._closed = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -84,9 +68,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Ends the connections; calls in flight are cancelled."""
-        self._closed = True
-        for connection in self._connections.values():
-            await connection.close()
+        await self._target.close()
 
     @overload
     def encode(
@@ -200,10 +182,10 @@ class AsyncClient:
         """
         patience = self._patience(timeout)
         request = pb.ReleaseRequest(digests=digests)
-        connection = self._connection(self._wait_until_ready)
+        connection = self._target.connection(self._wait_until_ready)
         affinity = affinity_of([pb.Item(digest=pb.Digest(sha256=digest)) for digest in request.digests])
         call = connection.encoder.Release(request, timeout=patience.left(), metadata=(*connection.metadata, *affinity))
-        return (await self._result(call, patience, waited=self._wait_until_ready)).released
+        return (await self._target.result(call, patience, waited=self._wait_until_ready)).released
 
     @overload
     async def plan(
@@ -232,9 +214,9 @@ class AsyncClient:
             request = pb.PlanItemsRequest(model=self._model)
             for index, header_bytes in asked.items():
                 request.items.append(await asyncio.to_thread(to_media_size, sources[index], header_bytes, index))
-            connection = self._connection(self._wait_until_ready)
+            connection = self._target.connection(self._wait_until_ready)
             call = connection.encoder.PlanItems(request, timeout=patience.left(), metadata=connection.metadata)
-            response = await self._result(call, patience, waited=self._wait_until_ready)
+            response = await self._target.result(call, patience, waited=self._wait_until_ready)
             if len(response.items) != len(asked):
                 raise ProtocolError(f"the server answers {len(response.items)} of {len(asked)} sizes")
             again = {}
@@ -252,7 +234,7 @@ class AsyncClient:
     async def info(self, *, timeout: float | None = None) -> pb.GetServerInfoResponse:
         """The server's description of itself, in every phase, as the wire message. Does not wait for a server."""
         patience = self._patience(timeout)
-        return await self._result(self._ask_info(patience.left()), patience, waited=False)
+        return await self._target.result(self._target.ask_info(patience.left()), patience, waited=False)
 
     async def health(self, service: str = "", *, timeout: float | None = None) -> str:
         """Status of one service, "" for the whole server: "SERVING", "NOT_SERVING". Does not wait for a server.
@@ -260,9 +242,9 @@ class AsyncClient:
         Raises NotFoundError for a service that the server does not have.
         """
         patience = self._patience(timeout)
-        connection = self._connection(wait_until_ready=False)
+        connection = self._target.connection(wait_until_ready=False)
         try:
-            return await self._result(connection.check_health(service, patience.left()), patience, waited=False)
+            return await self._target.result(connection.check_health(service, patience.left()), patience, waited=False)
         except NotFoundError as error:
             raise NotFoundError(
                 f"the server's health has no name {service!r}: ask for {SERVICE}, readiness, startup or liveness, or "
@@ -282,18 +264,9 @@ class AsyncClient:
             return affinity_of(request.items)
 
         affinity = await asyncio.to_thread(fill)  # files are read and digests made there, in one wake-up
-        if oversize := self._oversize(request.ByteSize()):
+        if oversize := self._target.oversize(request.ByteSize()):
             raise oversize
         return request, affinity
-
-    def _connection(self, wait_until_ready: bool) -> Connection:
-        if self._closed:
-            raise RuntimeError("the client is closed")
-        if wait_until_ready not in self._connections:
-            self._connections[wait_until_ready] = Connection(
-                self._server, wait_until_ready=wait_until_ready, tls=self._tls, token=self._token
-            )
-        return self._connections[wait_until_ready]
 
     async def _answers(
         self, request: pb.EncodeRequest, affinity: Metadata, dtype: str, patience: Patience
@@ -311,7 +284,7 @@ class AsyncClient:
             except grpc.aio.AioRpcError as error:
                 if not unanswered:
                     return  # the stream broke behind its last item
-                failure = await self._explain(
+                failure = await self._target.explain(
                     error, patience, waited=self._wait_until_ready, request_bytes=request.ByteSize()
                 )
                 pause = patience.pause(failure)
@@ -330,7 +303,7 @@ class AsyncClient:
     async def _attempt(
         self, request: pb.EncodeRequest, affinity: Metadata, receiver: Receiver, patience: Patience
     ) -> AsyncGenerator[tuple[int, Embedding | Held | ServerError], None]:
-        connection = self._connection(self._wait_until_ready)
+        connection = self._target.connection(self._wait_until_ready)
         call = connection.encode(request, patience.left(), affinity)
         try:
             async for message in call:
@@ -340,61 +313,6 @@ class AsyncClient:
             receiver.close()
         finally:
             call.cancel()
-
-    async def _result(self, call: Awaitable[T], patience: Patience, *, waited: bool) -> T:
-        """The answer of a unary call, or its typed error."""
-        try:
-            return await call
-        except grpc.aio.AioRpcError as error:
-            raise await self._explain(error, patience, waited=waited) from error
-
-    async def _explain(
-        self, error: grpc.aio.AioRpcError, patience: Patience, *, waited: bool, request_bytes: int = 0
-    ) -> ServerError:
-        """The typed error of a failed call; asks the server for what gRPC itself does not say.
-
-        `waited`: the call waited for a server to be ready, which hides why none was.
-        """
-        failure = to_server_error(error)
-        if failure.reason:
-            return failure
-        if isinstance(failure, DeadlineExceededError) or patience.left() == 0:  # a proxy or the server was quicker
-            message = f"no complete answer within {patience.timeout:g} s"
-            if waited and not self._connection(wait_until_ready=True).is_ready:
-                message += f": {await self._describe_server()}"
-            return DeadlineExceededError(message, code="DEADLINE_EXCEEDED")
-        if isinstance(failure, ResourceExhaustedError) and request_bytes:  # gRPC's own refusal, perhaps of the size
-            await self._describe_server()
-            return self._oversize(request_bytes) or failure
-        return failure
-
-    async def _ask_info(self, timeout: float | None) -> pb.GetServerInfoResponse:
-        connection = self._connection(wait_until_ready=False)
-        info = await connection.encoder.GetServerInfo(
-            pb.GetServerInfoRequest(), timeout=timeout, metadata=connection.metadata
-        )
-        self._max_request_bytes = info.limits.max_request_bytes
-        return info
-
-    async def _describe_server(self) -> str:
-        """The phase of the server, for people."""
-        try:
-            info = await self._ask_info(_PHASE_TIMEOUT_S)
-        except grpc.aio.AioRpcError:
-            return f"no server answers at {self._server}"
-        phase = pb.Phase.Name(info.phase).removeprefix("PHASE_")
-        return f"the server at {self._server} is {phase} {info.phase_detail}".rstrip()
-
-    def _oversize(self, request_bytes: int) -> RequestTooLargeError | None:
-        """The error of a request with more bytes than the server takes, None while it has not told how many."""
-        if request_bytes <= self._max_request_bytes or not self._max_request_bytes:
-            return None
-        return RequestTooLargeError(
-            f"the request has {request_bytes} bytes, the server takes {self._max_request_bytes}: send fewer items a "
-            "call, or raise its --max-request-bytes",
-            code="INVALID_ARGUMENT",
-            reason="REQUEST_TOO_LARGE",
-        )
 
 
 def _read_planned(

@@ -6,13 +6,13 @@ Shapes: T tokens (rows), H hidden size of one level, W = H x (1 + deepstack leve
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import ml_dtypes
 import numpy as np
+from zlib_ng import zlib_ng
 
 from opticnerve.chunks import RowChunk
 from opticnerve.errors import ChecksumError, ProtocolError, ServerError, from_item
@@ -279,7 +279,7 @@ class _Rows:
                 f"{self._buffer.size} bytes in rows of {self._array.strides[0]}"
             )
         self._buffer[self._received : end] = np.frombuffer(data, np.uint8)
-        self._crc32 = zlib.crc32(data, self._crc32)
+        self._crc32 = zlib_ng.crc32(data, self._crc32)
         self._received = end
 
     def finish(self, finished: pb.ItemFinished) -> Embedding:

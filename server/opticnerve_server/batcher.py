@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 from .balance import Pace, choose, cost_of
 from .budgets import some_holds
-from .ledger import Item, Ledger
+from .claims import Item
+from .ledger import Ledger
 from .messages import Done, Land, PathState, Run, Work
 from .types import ItemPlan, Load
 

@@ -8,142 +8,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
-from google.rpc import code_pb2
-
-from opticnerve.v1 import encoder_pb2 as pb
-
-from . import metrics, tracing, wire
-from .admission import Admission, AdmittedItem
+from .activity import Activity
+from .admission import Admission
+from .answers import Answer, CallItem, failed, held, streamed, unanswered
 from .budgets import cut
-from .errors import Scope, ServiceError, internal_error, to_duration, to_item_failed
-from .info import Model
+from .errors import ServiceError, internal_error
 from .interceptors import is_expired
-from .messages import Found, Hold, ItemRequest, Rows, TakeOver
-from .metrics import Result, Stage
+from .messages import Found, ItemRequest, Rows, TakeOver
+from .metrics import Stage
+from .options import Options
 from .preprocess import PlannedItem, Preprocessor
-from .store import key_of
-from .stream import CHUNK_BYTES, RowStream
-from .types import ROW_BYTES, Capacity, Dispatched, ItemPlan
 
 log = logging.getLogger(__name__)
 
-_CALLERS_FAULT = (code_pb2.INVALID_ARGUMENT, code_pb2.UNIMPLEMENTED, code_pb2.NOT_FOUND)
-
-
-class Activity:
-    """Counts what goes on inside the service: `idle` is set while nothing does."""
-
-    def __init__(self) -> None:
-        self.idle = asyncio.Event()
-        self.idle.set()
-        self._active = 0
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def __enter__(self) -> None:
-        self._active += 1
-        self.idle.clear()
-
-    def __exit__(self, *_: object) -> None:
-        self._active -= 1
-        if not self._active:
-            self.idle.set()
-
-    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """A task that is counted, and kept, until it ends."""
-
-        async def counted() -> None:
-            with self:
-                await work
-
-        task = asyncio.create_task(counted())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What holds for all items of a call."""
-
-    model: Model
-    fingerprint: str
-    dtype: str
-    arrived: float  # time.monotonic(), as is the next
-    deadline: float
-    tenant: str = ""
-    max_chunk_bytes: int = CHUNK_BYTES
-    hold: Hold | None = None
-    store_bytes: int = 0
-    instance_id: str = ""
-    bounds: Mapping[str, Sequence[Capacity]] = field(default_factory=dict)  # of a batch, by path
-    address: str = ""  # where held rows are fetched
-
-    @property
-    def row_bytes(self) -> int:
-        return self.model.planner.layout.width * ROW_BYTES[self.dtype]
-
-    def needs(self, planned: PlannedItem) -> ItemRequest:
-        """What an item needs to be admitted. Raises ServiceError for one that can never be held."""
-        key, plan, encoded = b"", planned.plan, planned.message.ByteSize()
-        if self.store_bytes:
-            key = key_of(
-                planned.digest,
-                self.tenant,
-                fingerprint=self.fingerprint,
-                sampling=planned.sampling,
-                dtype=self.dtype,
-            )
-        if plan is None:
-            return ItemRequest(0, encoded, 0, 0, key, fetch=True)
-        rows = plan.tokens * self.row_bytes
-        if self.hold is not None and rows > self.store_bytes:
-            raise ServiceError(
-                "ITEM_TOO_LARGE",
-                f"the rows take {rows} bytes, the store holds {self.store_bytes} (store_bytes): stream them instead",
-                metadata={"bytes": rows, "store_bytes": self.store_bytes},
-            )
-        return ItemRequest(plan.tokens, encoded, plan.pixel_bytes, rows, key)
-
-
-@dataclass(slots=True)
-class CallItem:
-    """One admitted item on its way."""
-
-    planned: PlannedItem
-    admitted: AdmittedItem
-    seconds: dict[str, float]  # by stage
-    plan: ItemPlan | None  # None until the scheduler says what a digest stands for
-    is_shared: bool  # somebody else encodes it, or has
-    rows: asyncio.Queue[Rows | ServiceError] = field(default_factory=asyncio.Queue)  # bounded by the item's parts
-    failure: ServiceError | None = None
-    ready_at: float = 0.0  # time.monotonic() when there was first something to answer
-
-    @property
-    def index(self) -> int:
-        return self.planned.index
-
-    def stages(self, arrived: float) -> dict[str, tuple[float, float]]:
-        """When each stage of a streamed item began and ended, in time.monotonic(): those up to the first rows one
-        behind the other, back from when they were heard of.
-        """
-        spans: dict[str, tuple[float, float]] = {Stage.ADMIT: (arrived, arrived + self.seconds[Stage.ADMIT])}
-        end = self.ready_at
-        for stage in (Stage.COPY, Stage.EXECUTE, Stage.QUEUE, Stage.PREPROCESS):
-            if stage in self.seconds:
-                spans[stage] = (end - self.seconds[stage], end)
-                end = spans[stage][0]
-        return spans | {Stage.STREAM: (self.ready_at, self.ready_at + self.seconds[Stage.STREAM])}
-
-
-Answer: TypeAlias = pb.EncodeResponse | bytes
-"""A message, or one of rows, which is serialised already."""
-
-_Answerer = Callable[[CallItem], AsyncGenerator[Answer, None]]
+_Answerer = Callable[[CallItem, Options], AsyncGenerator[Answer, None]]
 
 
 class Call:
@@ -179,7 +61,7 @@ class Call:
         async with self._admit() as items:
             tasks = [asyncio.create_task(self._encode(item)) for item in items]
             try:
-                async with aclosing(self._answers(items, self._answer)) as answers:
+                async with aclosing(self._answers(items, streamed)) as answers:
                     async for answer in answers:
                         yield answer
             finally:
@@ -205,7 +87,7 @@ class Call:
             raise
         if not admitted.done():
             await encoding  # raises why
-        async with aclosing(self._answers(admitted.result(), self._answer_held)) as answers:
+        async with aclosing(self._answers(admitted.result(), held)) as answers:
             async for answer in answers:
                 yield answer
 
@@ -234,15 +116,15 @@ class Call:
         waiting = len(self._refused) + len(items)
         try:
             for index, error in self._refused.items():
-                yield _failed(index, error)
+                yield failed(index, error)
                 waiting -= 1
             for _ in items:
-                async with aclosing(answer(await self._ready.get())) as messages:
+                async with aclosing(answer(await self._ready.get(), self._options)) as messages:
                     async for message in messages:
                         yield message
                 waiting -= 1
         except BaseException as error:
-            _count(_result(error, expired=is_expired(self._options.deadline - time.monotonic())), waiting)
+            unanswered(error, waiting, expired=is_expired(self._options.deadline - time.monotonic()))
             raise
 
     # --- encoding
@@ -298,84 +180,3 @@ class Call:
         if not item.ready_at:
             item.ready_at = time.monotonic()
             self._ready.put_nowait(item)
-
-    # --- answering
-
-    async def _answer(self, item: CallItem) -> AsyncGenerator[Answer, None]:
-        """All messages of an item. Its slot is released when the transport has taken the last row that there is."""
-        options = self._options
-        stream = RowStream(item.index, item.admitted.rows, options.row_bytes, options.max_chunk_bytes)
-        dispatches: list[Dispatched] = []
-        sent = 0
-        while item.plan is None or sent < item.plan.tokens:
-            rows = await item.rows.get()
-            if isinstance(rows, ServiceError):
-                item.admitted.release()
-                if rows.row.scope is Scope.CALL:
-                    raise rows
-                yield _failed(item.index, rows)
-                return
-            if not sent:
-                yield self._started(item)
-                item.seconds |= {Stage.QUEUE: rows.queue_s, Stage.EXECUTE: rows.execute_s, Stage.COPY: rows.copy_s}
-            for chunk in stream.chunks(rows.start, rows.count):
-                yield chunk
-            dispatches += rows.dispatches
-            sent += rows.count
-        item.admitted.release(served=True)
-        item.seconds[Stage.STREAM] = time.monotonic() - item.ready_at
-        metrics.EMBEDDING_BYTES.inc(item.admitted.rows.size)
-        for stage, seconds in item.seconds.items():
-            metrics.STAGE_DURATION.labels(stage).observe(seconds)
-        tracing.item(item.index, item.stages(options.arrived), dispatches)
-        yield _finished(item, dispatches, stream.crc32)
-
-    async def _answer_held(self, item: CallItem) -> AsyncGenerator[Answer, None]:
-        """Both messages of an item that is held."""
-        if item.failure is not None:
-            yield _failed(item.index, item.failure)
-            return
-        yield self._started(item)
-        yield _finished(item, [], 0)
-
-    def _started(self, item: CallItem) -> pb.EncodeResponse:
-        assert item.plan is not None, "rows come after Found"
-        options = self._options
-        started = pb.ItemStarted(
-            plan=wire.plan_message(item.plan),
-            layout=wire.layout_message(options.model.planner.layout, options.dtype, item.plan.tokens),
-            digest=item.planned.digest,
-            instance_id=options.instance_id,
-        )
-        if options.hold is not None:
-            started.address = options.address
-            started.lease_expiry.CopyFrom(to_duration(options.hold.seconds))
-        return pb.EncodeResponse(item_index=item.index, started=started)
-
-
-def _finished(item: CallItem, dispatches: list[Dispatched], crc32: int) -> pb.EncodeResponse:
-    _count(Result.OK)
-    finished = wire.finished_message(dispatches, crc32, item.seconds, item.is_shared)
-    return pb.EncodeResponse(item_index=item.index, finished=finished)
-
-
-def _failed(index: int, error: ServiceError) -> pb.EncodeResponse:
-    _count(_result(error))
-    tracing.item_failed(index, error.reason)
-    return pb.EncodeResponse(item_index=index, failed=to_item_failed(error))
-
-
-def _result(error: BaseException, expired: bool = False) -> Result:
-    match error:
-        case ServiceError() if error.reason == "EXPIRED_IN_QUEUE":
-            return Result.EXPIRED
-        case ServiceError() if error.row.code in _CALLERS_FAULT:
-            return Result.INVALID
-        case Exception():
-            return Result.FAILED
-        case _:  # CancelledError, GeneratorExit
-            return Result.EXPIRED if expired else Result.CANCELLED
-
-
-def _count(result: Result, items: int = 1) -> None:
-    metrics.ITEMS.labels(result).inc(items)

@@ -10,13 +10,12 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 from . import metrics
+from .claims import NOWHERE, Claim, Item, Notice, Progress, new_item
 from .messages import (
     Failed,
-    Found,
     Grant,
     Granted,
     GrantKind,
@@ -25,115 +24,17 @@ from .messages import (
     Occupancy,
     Refused,
     Reserve,
-    Rows,
     Slot,
     Submit,
     TakeOver,
-    ToFrontend,
     TooLate,
 )
 from .pace import Pace
 from .shares import Shares
 from .slots import SlotAllocator
-from .store import Lease, Store
-from .types import Dispatched, ItemPlan
-
-Notice = tuple[int, ToFrontend]
-"""What a front-end, by its index, is to be told."""
-
-NOWHERE = Slot(0, 0, 0)
+from .store import Store
 
 ORPHANED = "the caller that was to encode it is gone: send the media themselves"
-
-
-@dataclass(slots=True, eq=False)
-class Claim:
-    """A caller's hold on an item."""
-
-    frontend: int
-    call: int
-    index: int
-    tenant: str
-    item: Item
-    encoded_bytes: int
-    deadline: float  # time.monotonic()
-    fetch: bool  # it has no media of its own
-    lease: Lease | None = None
-
-    @property
-    def id(self) -> tuple[int, int, int]:
-        return self.frontend, self.call, self.index
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Rows of an item that are in its slot, and how they came there."""
-
-    start: int
-    count: int
-    dispatches: list[Dispatched]
-    queue_s: float = 0.0
-    execute_s: float = 0.0
-    copy_s: float = 0.0
-
-    def told_to(self, claim: Claim) -> Notice:
-        told = (self.start, self.count, self.dispatches, self.queue_s, self.execute_s, self.copy_s)
-        return claim.frontend, Rows(claim.call, claim.index, *told)
-
-
-@dataclass(slots=True, eq=False)
-class Item:
-    """One item inside the server, whoever waits for it. The ledger's lock guards what changes.
-
-    Its slot is the first claim's front-end's until it is submitted, then the device's for reading pixels, and piece by
-    piece, as rows are reported, that of every claim for reading.
-    """
-
-    key: bytes
-    tenant: str
-    order: tuple[float, int]  # of its call among all calls; the lowest goes first
-    index: int
-    tokens: int
-    pixel_bytes: int  # what they take of the arena, as are the next
-    row_bytes: int
-    slot: Slot = NOWHERE
-    plan: ItemPlan | None = None
-    dtype: str = ""
-    trace: str = ""  # the span of the call that submitted it
-    granted_at: float = 0.0  # time.monotonic(), to who writes its pixels; as is the next
-    submitted_at: float = 0.0
-    claims: list[Claim] = field(default_factory=list)
-    writer: Claim | None = None  # who writes its pixels
-    progress: list[Progress] = field(default_factory=list)  # in the order of the rows
-    early: dict[int, Progress] = field(default_factory=dict)  # by first row; parts before them are on other devices
-    on_device: int = 0  # parts that copies or kernels may be using
-    failed: bool = False  # the claims have been told
-    is_done: bool = False  # all rows are in the slot, the pixels are freed
-    is_stored: bool = False
-    leases: list[Lease] = field(default_factory=list)
-
-    @property
-    def placed(self) -> ItemPlan:
-        """The plan of a submitted item."""
-        assert self.plan is not None
-        return self.plan
-
-    @property
-    def tokens_done(self) -> int:
-        return sum(done.count for done in self.progress)
-
-    @property
-    def unwanted(self) -> bool:
-        """Nobody waits for it any more."""
-        return not self.claims and not self.leases
-
-    @property
-    def is_read(self) -> bool:
-        return bool(self.claims)
-
-    @property
-    def store_bytes(self) -> int:
-        return self.row_bytes
 
 
 class Ledger:
@@ -173,7 +74,7 @@ class Ledger:
                 if kind in (GrantKind.MISSING, GrantKind.FULL):
                     continue
                 if item is None:
-                    item = _new_item(request, message.tenant, (self._shares.start(message.tenant), number), index)
+                    item = new_item(request, message.tenant, (self._shares.start(message.tenant), number), index)
                     fresh[request.key or index.to_bytes(4, "little")] = item
                 claims.append(self._claim(frontend, message, index, request, item))
             refused = (
@@ -191,7 +92,7 @@ class Ledger:
                     metrics.STORE_LOOKUPS.labels(_lookup(kind, item)).inc()
             slots = iter([claim.item.slot for claim in claims])
             granted = [Grant(k, next(slots) if k in (GrantKind.ENCODE, GrantKind.WAIT) else NOWHERE) for k in grants]
-            known = [notice for claim in claims for notice in _known(claim)]
+            known = [notice for claim in claims for notice in claim.known()]
             return [(frontend, Granted(message.call, granted)), *known]
 
     def submit(self, frontend: int, message: Submit) -> tuple[Item | None, list[Notice]]:
@@ -204,7 +105,7 @@ class Ledger:
             item.plan, item.dtype, item.submitted_at = message.plan, message.dtype, time.monotonic()
             item.trace = message.trace
             self._pace.preparing.add(item.submitted_at - item.granted_at)
-            return item, [notice for other in item.claims for notice in _found(other)]
+            return item, [notice for other in item.claims for notice in other.found()]
 
     def release(self, frontend: int, call: int, index: int, served: bool = False) -> list[Notice]:
         """A caller is done with an item."""
@@ -467,28 +368,7 @@ class Ledger:
         return self._pace.time_to_half(self._shares.used["tokens"])
 
 
-def _new_item(request: ItemRequest, tenant: str, order: tuple[float, int], index: int) -> Item:
-    """An item without a slot yet, whose `end` says how many bytes of rows it has."""
-    sizes = SlotAllocator.rounded(request.pixel_bytes), SlotAllocator.rounded(request.row_bytes)
-    return Item(request.key, tenant, order, index, request.tokens, *sizes, slot=Slot(0, 0, request.row_bytes))
-
-
 def _lookup(kind: GrantKind, found: Item | None) -> metrics.Lookup:
     if found is None or kind is not GrantKind.WAIT:
         return metrics.Lookup.MISS
     return metrics.Lookup.HIT if found.is_done else metrics.Lookup.SHARED
-
-
-def _found(claim: Claim) -> Iterator[Notice]:
-    if claim.fetch and claim.item.plan is not None:
-        yield claim.frontend, Found(claim.call, claim.index, claim.item.plan)
-
-
-def _known(claim: Claim) -> Iterator[Notice]:
-    """What a claim on an item that is on its way, or there, is told at once."""
-    yield from _found(claim)
-    if claim.item.is_stored:
-        yield Progress(0, claim.item.tokens, []).told_to(claim)
-    else:
-        for progress in claim.item.progress:
-            yield progress.told_to(claim)

@@ -12,21 +12,17 @@ front-end, whose own calls alone are lost.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
-import signal
 import socket
 import tempfile
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from multiprocessing.connection import wait
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from . import messages, slots
 from .companion import Companion
@@ -34,10 +30,11 @@ from .config import Config
 from .credentials import CredentialFiles
 from .devices import devices_of
 from .engines import Engine, Engines, TooFewEngines
-from .health import HealthServer
+from .frontends import Frontends, TooManyCrashes
 from .info import ServerState, server_info
-from .messages import Attach, Devices, Occupancy, PhaseChange, Stop
-from .ports import loopback, reserve, split_address
+from .listeners import Listeners
+from .messages import Devices, Occupancy, PhaseChange, Stop
+from .ports import loopback
 from .processes import (
     Child,
     EngineTarget,
@@ -50,24 +47,16 @@ from .processes import (
     run_sglang,
 )
 from .settings import ConfigError
+from .signals import StopRequests
 from .types import Phase
 
-if TYPE_CHECKING:
-    from .scrape import MetricsServer
-
 log = logging.getLogger(__name__)
-
-CRASHES, CRASH_WINDOW_S = 5, 60.0
-"""That many deaths of front-ends within that time are no accident: the server ends."""
 
 FAREWELL_S = 2.0
 """After the last engine has died: time for the front-ends to answer their callers."""
 
 EXIT_S = 5.0
 """Time for children without work to exit before they are killed."""
-
-SAME_SIGNAL_S = 0.5
-"""Signals so close behind each other are one request: `timeout` sends to the process and then to its group."""
 
 SILENCE_S = 60.0
 """A scheduler that has sent no Occupancy, due every second, for that long is not alive any more. An engine that has
@@ -109,20 +98,16 @@ class Supervisor:
         self._frontend_target = frontend_target
         self._credentials = CredentialFiles(config)
         self._state = ServerState(config=config, instance_id=uuid.uuid4().hex, decode_contract=decode_contract)
-        self._frontends: dict[int, Child] = {}
         self._companions: list[Companion] = []
-        self._indices = itertools.count()  # never used again: the scheduler must not mix up a dead one and its heir
-        self._crashes: deque[float] = deque(maxlen=CRASHES)
-        self._listening = self._stopping = self._scheduler_ended = False
+        self._listening = self._scheduler_ended = False
         self._started, self._alive = False, True
-        self._stops, self._signalled = 0, float("-inf")
         self._born = self._phase_since = self._heartbeat = time.monotonic()
 
     def run(self) -> int:
         """Serve until told to stop; the exit code."""
         with ExitStack() as self._held:  # what must be given back, in reverse order, however it ends
             try:
-                self._take_signals()
+                self._stops = self._held.enter_context(StopRequests())
                 self._bind()
                 self._spawn()
                 self._start()
@@ -134,47 +119,18 @@ class Supervisor:
 
     # --- start
 
-    def _take_signals(self) -> None:
-        def count(signum: int, frame: FrameType | None) -> None:
-            now = time.monotonic()
-            self._stops += now - self._signalled > SAME_SIGNAL_S
-            self._signalled = now
-
-        # A waiting main thread is woken by a byte in a socket; the handlers alone would not end its wait.
-        self._wakeup, write = socket.socketpair()
-        for end in (self._wakeup, write):
-            end.setblocking(False)
-            self._held.callback(end.close)
-        self._held.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(write.fileno()))
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            self._held.callback(signal.signal, signum, signal.signal(signum, count))
-
     def _bind(self) -> None:
         try:
             folder = self._held.enter_context(tempfile.TemporaryDirectory(prefix="opticnerve-metrics-"))
         except OSError as error:
             self._fail(f"no temporary directory for the metrics: {error}; set TMPDIR to one that can be written", 2)
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
-        from .scrape import MetricsServer
-
-        config = self._config
-        name, address = "listen", config.listen
         try:
-            reserved, self._address = reserve(address)
-            self._held.callback(reserved.close)
-            name, address = "metrics_listen", config.metrics_listen
-            self._metrics: MetricsServer = MetricsServer(*split_address(address))
-            self._held.callback(self._metrics.stop)
-            name, address = "health_listen", config.health_listen
-            self._health = HealthServer(address, lambda: server_info(self._state, self._state.phase))
-            self._held.callback(self._health.stop)
-            self._sglang: dict[str, str] = {}  # addresses by setting
-            for name in ("sglang_listen", "sglang_grpc_listen"):
-                if address := getattr(config, name):
-                    reserved, self._sglang[name] = reserve(address)
-                    self._held.callback(reserved.close)
-        except OSError as error:
-            self._fail(f"cannot listen on {name} = {address}: {error}; free the address or choose another", 2)
+            listeners = Listeners(self._config, lambda: server_info(self._state, self._state.phase))
+        except ConfigError as error:
+            self._fail(str(error), 2)
+        self._listeners = self._held.enter_context(listeners)
+        self._metrics, self._health = listeners.metrics, listeners.health
         self._metrics.enter(Phase.LOADING)
 
     def _spawn(self) -> None:
@@ -190,76 +146,39 @@ class Supervisor:
         self._held.callback(os.close, self._arena_fd)
         self._scheduler = Child("scheduler", self._scheduler_target, (config, Child.CONTROL))
         self._engines = Engines(devices, needed, self._spawn_engine, self._scheduler)
+        self._frontends = Frontends(self._spawn_frontend, self._scheduler, self._state)
         self._held.callback(self._end_children)
         for _ in range(config.frontends):
-            self._spawn_frontend()
-        if self._sglang:
-            addresses = {"listen": loopback(self._address), **self._sglang}
+            self._frontends.start()
+        if self._listeners.sglang:
+            addresses = {"listen": loopback(self._listeners.address), **self._listeners.sglang}
             self._companions.append(Companion("sglang", run_sglang, (self._config, Child.CONTROL, addresses)))
 
     def _spawn_engine(self, device: int, link: socket.socket) -> Child:
         arguments = (self._config, device, Child.CONTROL, link, inherited_fd(self._arena_fd))
         return Child(f"engine-{device}", self._engine_target, arguments)
 
-    def _spawn_frontend(self) -> None:
-        index = next(self._indices)
-        scheduler_end, frontend_end = messages.socket_pair()
-        with scheduler_end, frontend_end:
-            self._scheduler.send(Attach(index), fd=scheduler_end.fileno())
-            child = Child(
-                f"frontend-{index}",
-                self._frontend_target,
-                (
-                    self._config,
-                    index,
-                    Child.CONTROL,
-                    frontend_end,
-                    inherited_fd(self._arena_fd),
-                    self._address,
-                    self._state.instance_id,
-                    self._credentials.last_good(),
-                ),
-            )
-        self._frontends[index] = child
-        child.send(PhaseChange(self._state.phase, self._state.detail))
-        child.send(Devices(self._state.devices))
-        if self._state.ready is not None:
-            child.send(self._state.ready)
+    def _spawn_frontend(self, index: int, link: socket.socket) -> Child:
+        arguments = (self._config, index, Child.CONTROL, link, inherited_fd(self._arena_fd))
+        server = (self._listeners.address, self._state.instance_id, self._credentials.last_good())
+        return Child(f"frontend-{index}", self._frontend_target, (*arguments, *server))
 
     def _start(self) -> None:
         """Follow the children until all are ready and the service's port answers."""
-        while not (self._listening and self._engines.has_started and all(c.ready for c in self._frontends.values())):
-            if self._stops:
+        while not (self._listening and self._engines.has_started and all(c.ready for c in self._frontends)):
+            if self._stops.count:
                 log.info("stopped while starting")
                 raise _End(0)
             if time.monotonic() - self._born > self._config.startup_timeout:
                 where = f"{self._state.phase} {self._state.detail}".strip()
                 self._fail(f"not serving within startup_timeout = {self._config.startup_timeout:g} s, still {where}", 1)
             self._step(_TICK_S if self._listening else _PROBE_S)
-            if not self._listening and self._answers():
+            if not self._listening and self._listeners.service_answers():
                 self._listening = True
-                self._announce()
+                log.info("listening", extra={**self._listeners.addresses, "instance_id": self._state.instance_id})
         self._started = True
         self._enter(Phase.READY)
         log.info("ready", extra={"seconds": round(time.monotonic() - self._born, 1), **self._totals()})
-
-    def _answers(self) -> bool:
-        try:
-            socket.create_connection(split_address(self._address), timeout=1.0).close()
-        except OSError:
-            return False
-        return True
-
-    def _announce(self) -> None:
-        """One line with the resolved addresses, for people and for programs that asked for port 0."""
-        host = self._config.metrics_listen.rpartition(":")[0]
-        addresses = {
-            "listen": self._address,
-            "health_listen": self._health.address,
-            "metrics_listen": f"{host}:{self._metrics.port}",
-            **self._sglang,
-        }
-        log.info("listening", extra={**addresses, "instance_id": self._state.instance_id})
 
     def _totals(self) -> dict[str, object]:
         ready = self._state.ready
@@ -278,7 +197,7 @@ class Supervisor:
 
     def _serve(self) -> None:
         self._heartbeat = time.monotonic()
-        while not self._stops:
+        while not self._stops.count:
             began = time.monotonic()
             self._step(_TICK_S)
             self._end_silent(began)
@@ -293,22 +212,22 @@ class Supervisor:
 
     def _step(self, timeout: float) -> None:
         """Handle what has happened, or wait for it up to `timeout` seconds."""
-        handlers: dict[Any, Callable[[], object]] = {self._wakeup: lambda: self._wakeup.recv(64)}
+        handlers: dict[Any, Callable[[], object]] = {self._stops.wakeup: self._stops.hear}
         if not self._scheduler_ended:
             self._watch(handlers, self._scheduler, self._on_scheduler, self._on_scheduler_death)
         for engine in self._engines:
             self._watch(
                 handlers, engine.child, partial(self._on_engine, engine), partial(self._on_engine_death, engine)
             )
-        for index, child in self._frontends.items():
-            hear, end = partial(self._on_frontend, child), partial(self._on_frontend_death, index)
+        for child in self._frontends:
+            hear, end = partial(self._frontends.hear, child), partial(self._on_frontend_death, child)
             self._watch(handlers, child, hear, end)
         # What a child said last is heard before its end.
         for event in sorted(wait(list(handlers), timeout), key=lambda event: isinstance(event, int)):
             handlers[event]()
         for companion in self._companions:
             companion.look_after()
-        if self._stops > 1:
+        if self._stops.count > 1:
             log.warning("stopped at once by a second signal")
             raise _End(1)
 
@@ -331,14 +250,14 @@ class Supervisor:
         assert isinstance(message, Occupancy), "it says nothing else"
         self._heartbeat = time.monotonic()
         self._state.occupancy = message
-        self._tell_frontends(message)
+        self._frontends.tell(message)
 
     def _on_engine(self, engine: Engine, message: messages.Message) -> None:
         engines, state = self._engines, self._state
         engines.hear(engine, message)
         if state.ready is None and engines.ready is not None:
             state.ready = engines.ready
-            self._tell_frontends(engines.ready)
+            self._frontends.tell(engines.ready)
         self._tell_devices()
         if not engines.has_started or state.phase in (Phase.READY, Phase.UNHEALTHY):
             self._enter(*engines.phase)
@@ -348,11 +267,8 @@ class Supervisor:
         devices = self._engines.devices
         if devices != self._state.devices:
             self._state.devices = devices
-            self._tell_frontends(Devices(devices))
+            self._frontends.tell(Devices(devices))
             self._metrics.show(devices)
-
-    def _on_frontend(self, child: Child, message: messages.Message) -> None:
-        child.ready = True  # FrontendReady is the first thing that it says, FrontendAlive all else
 
     def _enter(self, phase: Phase, detail: str = "") -> None:
         """Make a phase, or progress in it, known to everyone."""
@@ -368,11 +284,7 @@ class Supervisor:
             self._metrics.enter(phase)
             self._health.update(phase, self._started, self._alive)
             log.info("phase", extra={"phase": phase.value, "detail": detail})
-        self._tell_frontends(PhaseChange(phase, detail))
-
-    def _tell_frontends(self, message: messages.Message) -> None:
-        for child in self._frontends.values():
-            child.send(message)
+        self._frontends.tell(PhaseChange(phase, detail))
 
     # --- deaths
 
@@ -404,26 +316,19 @@ class Supervisor:
         self._stop_frontends(FAREWELL_S)
         raise _End(code)
 
-    def _on_frontend_death(self, index: int) -> None:
-        child = self._frontends.pop(index)
+    def _on_frontend_death(self, child: Child) -> None:
         child.process.join()
-        code, pid = child.process.exitcode, child.process.pid
-        assert pid is not None
-        child.close()
-        self._metrics.forget(pid)
-        if self._stopping:
-            return
-        log.error("front-end died, its calls are lost", extra={"child": child.name, "exit_code": code})
-        now = time.monotonic()
-        self._crashes.append(now)
-        if len(self._crashes) == CRASHES and now - self._crashes[0] < CRASH_WINDOW_S:
-            self._fail(f"{CRASHES} front-ends died within {CRASH_WINDOW_S:g} s, their own logs say why", 1)
-        self._spawn_frontend()
+        assert child.process.pid is not None
+        self._metrics.forget(child.process.pid)
+        try:
+            self._frontends.end(child)
+        except TooManyCrashes as error:
+            self._fail(str(error), 1)
 
     def _end_silent(self, began: float) -> None:
         """Kill children that have been silent for too long, unless this process itself did not run since `began`."""
         now = time.monotonic()
-        limits = [(child, FRONTEND_SILENCE_S) for child in self._frontends.values()]
+        limits = [(child, FRONTEND_SILENCE_S) for child in self._frontends]
         limits += [(engine.child, SILENCE_S) for engine in self._engines]
         for child, limit in limits:
             if now - began > limit / 2:
@@ -455,12 +360,11 @@ class Supervisor:
 
     def _stop_frontends(self, grace: float) -> None:
         """Give the front-ends `grace` seconds to finish their calls, and a moment more to exit."""
-        self._stopping = True
-        self._tell_frontends(Stop(grace))
+        self._frontends.stop(grace)
         until = time.monotonic() + grace + EXIT_S
         while self._frontends and (left := until - time.monotonic()) > 0:
             self._step(left)
-        for child in self._frontends.values():
+        for child in self._frontends:
             log.warning("front-end did not end in time, its calls are lost", extra={"child": child.name})
 
     def _stop_engines(self) -> None:
@@ -475,8 +379,9 @@ class Supervisor:
     def _end_children(self) -> None:
         for companion in self._companions:
             companion.close()
-        for child in (*self._frontends.values(), self._scheduler):
-            child.kill()
-            child.close()
+        for child in self._frontends:
+            self._frontends.forget(child)
+        self._scheduler.kill()
+        self._scheduler.close()
         for engine in self._engines:
             self._engines.forget(engine)

@@ -18,8 +18,9 @@ from functools import partial
 from . import metrics
 from .balance import Imbalance
 from .batcher import Batcher, Engine, QueuedPart
+from .claims import Notice, Progress
 from .config import Config
-from .ledger import Ledger, Notice, Progress
+from .ledger import Ledger
 from .messages import (
     AttachEngine,
     Computed,

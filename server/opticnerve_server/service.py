@@ -15,13 +15,16 @@ from opticnerve.v1 import encoder_pb2 as pb
 from opticnerve.v1 import encoder_pb2_grpc as pb_grpc
 
 from . import wire
+from .activity import Activity
 from .admission import Admission
+from .answers import Answer
 from .auth import TENANT
-from .calls import Activity, Answer, Call, Options
+from .calls import Call
 from .config import MAX_QUEUE_ITEMS
 from .errors import ServiceError, to_item_failed
 from .info import Model, ServerState, server_info
 from .messages import Hold
+from .options import Options
 from .preprocess import DIGEST_BYTES, NeedBytes, Preprocessor
 from .store import name_of
 from .stream import CHUNK_BYTES, MAX_CHUNK_BYTES

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
+from zlib_ng import zlib_ng
 
 from opticnerve import chunks
 
@@ -40,5 +40,5 @@ class RowStream:
         end = (start + count) * self._row_bytes
         for offset in range(start * self._row_bytes, end, self._step):
             data = self._rows[offset : min(offset + self._step, end)]
-            self.crc32 = zlib.crc32(data, self.crc32)
+            self.crc32 = zlib_ng.crc32(data, self.crc32)
             yield chunks.pack(self._index, offset, data)

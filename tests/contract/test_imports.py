@@ -17,7 +17,7 @@ CLIENT, SERVER = ROOTS[0] / "opticnerve", ROOTS[1] / "opticnerve_server"
 GRPC_FILES = {
     SERVER / name for name in ("transport.py", "service.py", "health.py", "interceptors.py")
 } | {CLIENT / "channel.py", CLIENT / "integrations" / "sglang" / "rpc.py"}  # fmt: skip
-GRPC_TYPES = {CLIENT / "client.py"}
+GRPC_TYPES = {CLIENT / "client.py", CLIENT / "target.py"}
 """May name gRPC's types, not configure it."""
 
 SUPERVISOR = (
@@ -25,8 +25,11 @@ SUPERVISOR = (
     "settings",
     "config",
     "lifecycle",
+    "signals",
+    "listeners",
     "processes",
     "engines",
+    "frontends",
     "devices",
     "health",
     "info",

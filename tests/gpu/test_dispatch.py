@@ -15,8 +15,8 @@ import torch
 
 from devices import on_cuda
 from opticnerve_server.bench.inprocess import InProcessEngine
+from opticnerve_server.claims import Item
 from opticnerve_server.graphs import GraphManager, plan_capacities
-from opticnerve_server.ledger import Item
 from opticnerve_server.models import registry
 from opticnerve_server.models.base import ImageItem, Tower
 from opticnerve_server.models.checkpoint import write_checkpoint

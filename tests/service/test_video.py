@@ -250,19 +250,20 @@ async def test_a_server_says_what_it_takes() -> None:
 
 
 async def test_decoding_ends_when_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoded, goes_on = [], threading.Event()
+    decoded, waits, goes_on = [], threading.Event(), threading.Event()
 
     def endless(*_: object, **__: object) -> Iterator[npt.NDArray[np.uint8]]:
         for number in range(9):
             decoded.append(number)
             yield picture(number)
+            waits.set()
             goes_on.wait(10)
 
     monkeypatch.setattr("opticnerve_server.items.video.frames", endless)
     async with serving(preprocess_threads=1) as server:
         call = server.stub.Encode(pb.EncodeRequest(items=[one(opticnerve.Video(encode(9)))]))
         collecting = asyncio.create_task(collect(call))
-        await until(lambda: bool(decoded))
+        await until(waits.is_set)
         collecting.cancel()
         await until(lambda: server.frontend._service.idle.is_set())
         assert server.engine.slots, "the thread still writes into it"

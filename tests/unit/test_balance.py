@@ -11,7 +11,8 @@ from opticnerve_server import balance
 from opticnerve_server.balance import FLOOR_ROWS, SEGMENT_ROWS, Imbalance, Pace, cost_of
 from opticnerve_server.batcher import Batcher, Engine, QueuedPart
 from opticnerve_server.bench import balance as bench
-from opticnerve_server.ledger import Ledger, Progress
+from opticnerve_server.claims import Progress
+from opticnerve_server.ledger import Ledger
 from opticnerve_server.messages import (
     Done,
     Granted,

@@ -6,7 +6,8 @@ import time
 
 import msgspec
 
-from opticnerve_server.ledger import Item, Ledger, Progress
+from opticnerve_server.claims import Item, Progress
+from opticnerve_server.ledger import Ledger
 from opticnerve_server.messages import (
     Failed,
     Found,

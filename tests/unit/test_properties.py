@@ -13,7 +13,8 @@ from fake_tower import FakePlanner
 from opticnerve_server.batcher import Batcher, Engine, QueuedPart
 from opticnerve_server.bench.inprocess import path_states
 from opticnerve_server.budgets import holds
-from opticnerve_server.ledger import Item, Ledger, Progress
+from opticnerve_server.claims import Item, Progress
+from opticnerve_server.ledger import Ledger
 from opticnerve_server.messages import Done, Granted, ItemRequest, Land, PartDone, Reserve, Run, Submit
 from opticnerve_server.models import registry
 from opticnerve_server.models.base import ImageItem, PlanError, Planner, Sampling, VideoItem

@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ..balance import cost_of
 from ..batcher import Batcher, Engine, QueuedPart
-from ..ledger import Item, Ledger, Progress
+from ..claims import Item, Progress
+from ..ledger import Ledger
 from ..messages import Done, Granted, ItemRequest, Land, PartDone, PathState, Reserve, Run, Submit
 from ..types import Capacity, ItemPlan, PathPlan
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ..claims import Item
 from ..graphs import Graph, GraphManager
-from ..ledger import Item
 from ..models.base import Tower
 from ..selftest import write_batch
 from ..types import ItemPlan, Load

@@ -20,9 +20,10 @@ import torch
 
 from ..batcher import Batcher, Engine, QueuedPart
 from ..budgets import cut
+from ..claims import Item, Progress
 from ..dispatcher import DTYPES, SWITCH_INTERVAL_S, Dispatcher, Finished
 from ..graphs import GraphManager
-from ..ledger import Item, Ledger, Progress
+from ..ledger import Ledger
 from ..messages import Done, Granted, ItemRequest, Land, PartDone, PathState, Reserve, Run, Submit
 from ..models.base import Planner, Tower
 from ..parts import Batch, Failure, Intake, Part

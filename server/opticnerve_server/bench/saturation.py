@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ..batcher import QueuedPart
+from ..claims import Item
 from ..graphs import Graph, GraphManager
-from ..ledger import Item
 from ..models.base import ImageItem
 from ..selftest import write_batch
 from ..types import Capacity, ItemPlan, Load
