@@ -55,13 +55,15 @@ SERVICE_CONFIG: dict[str, Any] = {
 """The service config we ship, equal to `deploy/grpc/service-config.json`."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.use_local_subchannel_pool", 1),  # otherwise channels with the same options share their connections
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.keepalive_permit_without_calls", 1),
     # A request over this is sent once only. The server's own default limit of a request.
     ("grpc.per_rpc_retry_buffer_size", 32 << 20),
 )
+
+NUMBER = "opticnerve.channel"
+"""An option that gRPC does not know, by which the channels of a client differ."""
 
 MAX_CHANNELS = 8
 """Connections to each server. One leads to one process of the server and never to another, and a process of Python
@@ -131,8 +133,9 @@ class Connection:
             del config["healthCheckConfig"]
             config["methodConfig"] = [{**method, "waitForReady": False} for method in config["methodConfig"]]
         options = [*CHANNEL_OPTIONS, ("grpc.service_config", json.dumps(config))]
-        self._open: Callable[[], _Channel] = lambda: _Channel(server, options, tls)
-        self._channels = [self._open()]
+        # Channels with the same options share their connections, those of other clients in this process too.
+        self._open: Callable[[int], _Channel] = lambda number: _Channel(server, [*options, (NUMBER, number)], tls)
+        self._channels = [self._open(0)]
         self.metadata = (("authorization", f"Bearer {token}"),) if token else ()
         first = self._channels[0].channel
         self.encoder = cast("EncoderServiceAsyncStub", encoder_pb2_grpc.EncoderServiceStub(first))
@@ -142,7 +145,7 @@ class Connection:
         """A call of Encode, on the channel that has the fewest; while all have one, a new one is opened."""
         channel = min(self._channels, key=lambda channel: channel.active)
         if channel.active and len(self._channels) < MAX_CHANNELS:
-            channel = self._open()
+            channel = self._open(len(self._channels))
             self._channels.append(channel)
         return channel.encode(request, timeout, (*self.metadata, *affinity))
 

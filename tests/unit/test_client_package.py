@@ -85,7 +85,6 @@ def test_the_shipped_service_config_is_the_published_one() -> None:
 
 def test_options_are_spelt_as_grpc_knows_them() -> None:
     assert dict(channel.CHANNEL_OPTIONS) == {
-        "grpc.use_local_subchannel_pool": 1,
         "grpc.keepalive_time_ms": 60000,
         "grpc.keepalive_timeout_ms": 20000,
         "grpc.keepalive_permit_without_calls": 1,
