@@ -135,7 +135,7 @@ def eager_capacity(spec: PathSpec, load: Load) -> Capacity:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """A collection that frees another graph, or anything else of CUDA's, while one is captured aborts the process."""
     enabled = gc.isenabled()
     gc.disable()
@@ -287,7 +287,7 @@ class GraphManager:
             return Graph(capacity, buffers, packing, output, replay=run)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with _no_collection(), torch.cuda.stream(self._stream):
+        with no_collection(), torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 run()

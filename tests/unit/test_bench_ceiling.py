@@ -162,3 +162,9 @@ def test_the_command_measures_every_budget_and_draws_it(
     svg = drawn.read_text()
     for said in ("tokens of the batch", "replay / ceiling", "milliseconds a batch", "eager, host and device"):
         assert f">{said}</text>" in svg
+
+
+def test_a_budget_below_one_unit_is_an_error_for_people(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bench", "ceiling", "--model", checkpoint, "--device", "cpu", "--dtype", "float32", "--budgets", "0"]
+    assert cli.main(command) == 2
+    assert "a token budget is 0" in capsys.readouterr().err

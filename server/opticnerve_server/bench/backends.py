@@ -14,9 +14,9 @@ from ..attention.flash_attn import installed
 from ..graphs import Graph, GraphManager
 from ..selftest import write_batch
 from ..settings import ConfigError
-from ..types import Capacity, Load
+from ..types import Load
 from .batches import BATCHES
-from .build import Built, build
+from .build import Built, build, tight
 from .progress import Progress
 from .timing import device_ms
 
@@ -67,7 +67,7 @@ def _replays(built: Built, repeats: int, started: float) -> tuple[list[float], f
     loads = {path: [Load.of(plan.paths[path] for plan in plans) for plans in batches] for path in tower.planner.paths}
     capacities = {
         path: sorted(
-            {Capacity(load.units, load.items, load.segments, load.longest) for load in each if load.units},
+            {tight(load) for load in each if load.units},
             key=lambda capacity: capacity.units,
         )
         for path, each in loads.items()

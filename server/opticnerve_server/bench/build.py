@@ -16,7 +16,7 @@ from ..models.base import Tower
 from ..models.registry import ModelSource
 from ..models.weights import DummyTensors
 from ..settings import ConfigError
-from ..types import Capacity
+from ..types import Capacity, Load
 from .recorder import Heard
 
 
@@ -84,18 +84,29 @@ def build(options: argparse.Namespace, backend: str | None = None) -> Built:
     return Built(cls(config, planner, tensors, heard), heard, tensors, source)
 
 
+def tight(load: Load) -> Capacity:
+    """The capacity of exactly this load: a replay of its graph computes no padding."""
+    return Capacity(load.units, load.items, load.segments, load.longest)
+
+
 def capture(
     built: Built, cap: int | None, explicit: dict[str, list[int]] | None = None, max_items: int | None = None
 ) -> tuple[GraphManager, dict[str, list[Capacity]]]:
-    """Graphs of the automatic budgets up to `cap`, by default a server's, or of the `explicit` ones."""
+    """Graphs of the automatic budgets up to `cap`, by default a server's, or of the `explicit` ones.
+
+    Raises ConfigError for budgets that cannot be.
+    """
     on_cuda = built.tower.device.type == "cuda"
-    capacities = plan_capacities(
-        built.tower.planner.paths,
-        explicit=explicit or {},
-        cap=cap or (GPU_TOKEN_CAP if on_cuda else CPU_TOKEN_CAP),
-        max_items=max_items,
-        launches_by_segments=built.attention.launches_by_segments,
-    )
+    try:
+        capacities = plan_capacities(
+            built.tower.planner.paths,
+            explicit=explicit or {},
+            cap=cap or (GPU_TOKEN_CAP if on_cuda else CPU_TOKEN_CAP),
+            max_items=max_items,
+            launches_by_segments=built.attention.launches_by_segments,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     graphs = GraphManager(built.tower, capacities)
     graphs.estimate()  # as a server does: what its forward reserves is not the graphs'
     graphs.capture(lambda *_: None, on_failure="fail")

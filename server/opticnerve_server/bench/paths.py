@@ -20,8 +20,8 @@ from ..buffers import Packing
 from ..graphs import GraphManager, eager_capacity
 from ..models.base import ImageItem, Tower
 from ..selftest import write_batch
-from ..types import Capacity, ItemPlan, Load
-from .build import add_flags, build
+from ..types import ItemPlan, Load
+from .build import add_flags, build, tight
 from .images import size
 from .timing import host_times
 
@@ -44,7 +44,7 @@ def measure(tower: Tower, image: ImageItem, counts: Sequence[int], repeats: int)
     loads = {
         path: [Load.of([own] * count) for count in sorted(set(counts))] for path, own in plan.paths.items() if own.units
     }
-    graphs = GraphManager(tower, {path: [_tight(load) for load in own] for path, own in loads.items()})
+    graphs = GraphManager(tower, {path: [tight(load) for load in own] for path, own in loads.items()})
     graphs.capture(lambda *_: None, on_failure="fail")
     return [
         Row(
@@ -91,12 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(markdown(built.source.name, rows))
 
 
-def _tight(load: Load) -> Capacity:
-    return Capacity(load.units, load.items, load.segments, load.longest)
-
-
 def _replay_ms(graphs: GraphManager, path: str, load: Load, plan: ItemPlan, repeats: int) -> float:
-    graph = graphs.paths[path].graphs[_tight(load)]
+    graph = graphs.paths[path].graphs[tight(load)]
     write_batch(graphs.tower, path, [plan] * load.items, graph.packing, graphs.arena, seed=0)
     return host_times(graph.replay, graphs.tower.device, repeats).median
 

@@ -17,8 +17,8 @@ from ..claims import Item
 from ..graphs import Graph, GraphManager
 from ..models.base import ImageItem
 from ..selftest import write_batch
-from ..types import Capacity, ItemPlan, Load
-from .build import Built
+from ..types import ItemPlan, Load
+from .build import Built, tight
 from .calls import engine_of, place
 from .inprocess import InProcessEngine
 from .policies import Policy
@@ -111,10 +111,7 @@ def host_time(built: Built, seconds: float, repeats: int) -> Host:
     tower = built.tower
     plans: list[ItemPlan] = [tower.planner.plan(IMAGE)] * HOST_IMAGES
     loads = {path: Load.of(plan.paths[path] for plan in plans) for path in tower.planner.paths}
-    capacities = {
-        path: [Capacity(load.units, load.items, load.segments, load.longest)] if load.units else []
-        for path, load in loads.items()
-    }
+    capacities = {path: [tight(load)] if load.units else [] for path, load in loads.items()}
     graphs = GraphManager(tower, capacities)
     graphs.capture(lambda *_: None, on_failure="fail")
     policy = Policy("ours", graphs, capacities, use_graphs=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+
+from ..graphs import no_collection
 
 WARM_UPS = 2
 
@@ -75,20 +76,14 @@ def captured(run: Callable[[], object], device: torch.device) -> Callable[[], ob
         return run
     graph, stream = torch.cuda.CUDAGraph(), _capture_stream(device)
     torch.cuda.synchronize(device)
-    enabled = gc.isenabled()
-    gc.disable()  # a collection that frees another graph aborts the process
-    try:
-        with torch.cuda.stream(stream):
+    with no_collection(), torch.cuda.stream(stream):
+        run()
+        torch.cuda.synchronize(device)
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
             run()
-            torch.cuda.synchronize(device)
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                run()
-            finally:
-                graph.capture_end()
-    finally:
-        if enabled:
-            gc.enable()
+        finally:
+            graph.capture_end()
     torch.cuda.synchronize(device)
     return graph.replay
 
