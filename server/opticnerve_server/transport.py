@@ -26,8 +26,12 @@ HealthServicer: TypeAlias = health_aio.HealthServicer
 """The stock servicer for asyncio, whose Watch stays open."""
 
 MAX_STREAMS = 512
-"""Calls of one connection. What comes beyond is reset by gRPC, and reads UNAVAILABLE: admission is to be full before.
-From 1000 waiting calls on gRPC cancels those of others too: one connection alone must stay well below."""
+"""Calls of one connection. Those beyond are reset by gRPC and read UNAVAILABLE: admission is to be full before."""
+
+MAX_WAITING = 8192
+"""Calls that have arrived and that the event loop has not seen. From here on gRPC ends whatever arrives, on any
+connection, as CANCELLED; by its default some from 1000 on, which one caller reaches that begins calls and resets them
+(a reset call leaves its connection's count, not this one). One costs up to 16 KiB."""
 
 
 def server_options(config: Config) -> list[tuple[str, int]]:
@@ -36,6 +40,8 @@ def server_options(config: Config) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", 1),  # the front-ends share one port
         ("grpc.max_receive_message_length", config.max_request_bytes),
         ("grpc.max_concurrent_streams", MAX_STREAMS),
+        ("grpc.server.max_pending_requests", MAX_WAITING),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_WAITING),
         ("grpc.keepalive_time_ms", 60_000),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.keepalive_permit_without_calls", 1),

@@ -6,21 +6,25 @@ import asyncio
 import os
 import socket
 import struct
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import grpc.aio
 
 from fake_engine import FakeEngine
 from frontend_harness import collect, details_of, picture, raw_item, serving, until, until_gone
 from opticnerve.v1 import encoder_pb2 as pb
+from opticnerve.v1 import encoder_pb2_grpc as pb_grpc
 from opticnerve_server import messages
 from opticnerve_server.messages import Refused, Reserve
 
 QUEUE, CALLS = 8, 500
 REQUEST = pb.EncodeRequest(items=[raw_item(picture(16, 16))])
 
-RESETS, AT_ONCE = 20_000, 50
+RESETS, AT_ONCE, FLOODS = 20_000, 50, 8
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEADERS, RST_STREAM, SETTINGS = 1, 3, 4
 ACK, END_HEADERS = 1, 4
@@ -85,6 +89,22 @@ def open_and_reset(address: str, count: int) -> None:
             connection.sendall(
                 b"".join(frame(HEADERS, END_HEADERS, s, block) + frame(RST_STREAM, 0, s, CANCEL) for s in streams)
             )
+
+
+async def test_floods_of_many_connections_end_nobody_elses_call() -> None:
+    async with serving(max_queue_items=QUEUE) as server:
+
+        def call() -> int:
+            with grpc.insecure_channel(server.address) as channel:
+                return len(list(pb_grpc.EncoderServiceStub(channel).Encode(REQUEST, timeout=60)))
+
+        with ThreadPoolExecutor(2 * FLOODS) as threads:
+            floods = [threads.submit(open_and_reset, server.address, RESETS) for _ in range(FLOODS)]
+            calls = [asyncio.wrap_future(threads.submit(call)) for _ in range(FLOODS)]
+            await asyncio.sleep(0.02)
+            time.sleep(1)  # noqa: ASYNC251 - the event loop is late, as on a busy machine, and all of them wait for it
+            assert all(await asyncio.gather(*calls))
+            await asyncio.gather(*map(asyncio.wrap_future, floods))
 
 
 def resident_mib() -> float:
