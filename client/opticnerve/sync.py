@@ -105,11 +105,13 @@ class Client:
             async with running:  # a step that was interrupted may still be unwinding
                 await answers.aclose()
 
+        exhausted = False
         try:
             while (answer := self._run(step())) is not None:
                 yield answer
+            exhausted = True
         finally:
-            if self._thread.is_alive():
+            if not exhausted and self._thread.is_alive():
                 self._run(end())
 
     @overload
