@@ -168,7 +168,7 @@ class Connection:
 
     def answered(self, call: EncodeCall) -> None:
         """All answers of a call of `encode` are there. Its status, which the server sends when it has done its books,
-        is not worth the wait; but a call that were cancelled before would be one that nobody waited for.
+        is not worth the wait; but one that is cancelled before counts on the server as a call that nobody waited for.
         """
         for channel in self._channels:
             channel.answered(call)
