@@ -185,8 +185,7 @@ class Connection:
 
     async def close(self) -> None:
         """Cancels what is in flight, but for calls whose answers are all there: their end is waited for, a moment."""
-        for channel in self._channels:
-            await channel.close()
+        await asyncio.gather(*(channel.close() for channel in self._channels))
 
 
 def to_server_error(error: grpc.aio.AioRpcError) -> ServerError:

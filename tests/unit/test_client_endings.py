@@ -1,0 +1,62 @@
+"""How a call of the client ends: with its last answer, while the status of the server is still to come."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+
+import grpc.aio
+import pytest
+
+from fake_service import FakeService, Sleep, answer_all, serving
+from frontend_harness import until
+from opticnerve import AsyncClient, channel
+
+CALLS = 20
+
+
+async def encode(client: AsyncClient, number: int) -> None:
+    assert len([embedding async for embedding in client.encode([bytes([number])])]) == 1
+
+
+async def test_a_call_ends_before_its_status_which_closing_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "ENDING_S", 10)
+    service = FakeService(answer_all, lambda request: [*answer_all(request), Sleep(1)])
+    async with serving(service) as address:
+        async with AsyncClient(address, timeout=10) as client:
+            await encode(client, 1)
+            start = time.monotonic()
+            await encode(client, 2)
+            assert time.monotonic() < start + 1
+        assert 1 <= time.monotonic() - start < 5
+        assert not service.cancelled.is_set()
+
+
+async def test_closing_waits_once_for_statuses_that_never_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "ENDING_S", 0.3)
+    service = FakeService(lambda request: [*answer_all(request), Sleep(60)])
+    async with serving(service) as address:
+        async with AsyncClient(address, timeout=10) as client:
+            await asyncio.gather(*(encode(client, number) for number in range(CALLS)))
+            assert len(set(service.peers)) == channel.MAX_CHANNELS
+            start = time.monotonic()
+        assert 0.3 <= time.monotonic() - start < 0.3 * channel.MAX_CHANNELS / 2
+        await asyncio.wait_for(service.cancelled.wait(), 5)
+
+
+async def test_calls_that_have_ended_are_no_garbage() -> None:
+    """Each holds its request: tens of megabytes that nobody frees while the collector is off, or late."""
+    async with serving(FakeService(answer_all)) as address, AsyncClient(address, timeout=10) as client:
+        gc.collect()
+        gc.disable()
+        try:
+            for number in range(CALLS):
+                await encode(client, number)
+            await until(lambda: not calls_in_memory())  # the last one's status is still to come
+        finally:
+            gc.enable()
+
+
+def calls_in_memory() -> int:
+    return sum(isinstance(thing, grpc.aio.UnaryStreamCall) for thing in gc.get_objects())
