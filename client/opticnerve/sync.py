@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Generator, Iterable
 from concurrent.futures import Future
-from threading import Thread
+from threading import Thread, current_thread
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, overload
 
@@ -112,7 +112,9 @@ class Client:
             exhausted = True
         finally:
             if not exhausted and self._thread.is_alive():
-                self._run(end())
+                ending = asyncio.run_coroutine_threadsafe(end(), self._loop)
+                if current_thread() is not self._thread:  # there the garbage collector may end it: nobody to wait for
+                    ending.result()
 
     @overload
     def hold(

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import time
+from types import SimpleNamespace
 
 import grpc.aio
 import pytest
 
 from fake_service import FakeService, Sleep, answer_all, serving
 from frontend_harness import until
-from opticnerve import AsyncClient, channel
+from opticnerve import AsyncClient, Client, channel
 
 CALLS = 20
 
@@ -56,6 +58,31 @@ async def test_calls_that_have_ended_are_no_garbage() -> None:
             await until(lambda: not calls_in_memory())  # the last one's status is still to come
         finally:
             gc.enable()
+
+
+async def test_an_iterator_may_be_collected_on_the_thread_of_the_sync_client() -> None:
+    """In a cycle, such as that of an exception and its frames, it ends wherever the collector happens to run."""
+    collected = threading.Event()
+
+    def abandon(address: str) -> None:
+        client = Client(address, timeout=10)
+        cycle = SimpleNamespace(embeddings=client.encode([b"\x01", b"\x02"]))
+        cycle.itself = cycle
+        next(cycle.embeddings)
+        del cycle
+        client._loop.call_soon_threadsafe(lambda: (gc.collect(), collected.set()))
+        assert collected.wait(5)
+        assert len(list(client.encode([b"\x03"]))) == 1
+        client.close()
+
+    service = FakeService(lambda request: [*answer_all(request, order=[0]), Sleep(60)], answer_all)
+    async with serving(service) as address:
+        gc.disable()  # until it is wanted
+        try:
+            await asyncio.to_thread(abandon, address)
+        finally:
+            gc.enable()
+        await asyncio.wait_for(service.cancelled.wait(), 5)
 
 
 def calls_in_memory() -> int:
