@@ -34,7 +34,7 @@ from .types import ItemPlan
 HEADER_THREADS = 2
 LIGHT_ITEMS, LIGHT_BYTES = 4, 32 << 10
 """Calls of up to so many image files, in a request of up to so many bytes, are planned where they arrive: in 0.1 ms, or
-7 if they were made to be slow, by endless headers or as strips of thousands of crops. Waking a thread and being woken
+4 if they were made to be slow, by endless headers or as strips of thousands of crops. Waking a thread and being woken
 takes 0.4.
 """
 

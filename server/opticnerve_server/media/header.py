@@ -104,7 +104,7 @@ _JPEG_SEGMENT = re.compile(rb"\xff[^" + _SKIPPED + rb"]")
 
 
 def _jpeg(data: bytes) -> tuple[int, int, int]:
-    position, orientation = 2, 1
+    position, exif = 2, bytearray()
     for _ in range(MAX_SEGMENTS):
         _need(data, position + 4)
         marker, length = data[position + 1], int.from_bytes(data[position + 2 : position + 4], "big")
@@ -113,7 +113,7 @@ def _jpeg(data: bytes) -> tuple[int, int, int]:
         elif 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # frame header
             _need(data, position + 9)
             height, width = struct.unpack_from(">HH", data, position + 5)
-            return height, width, orientation
+            return height, width, _exif_orientation(bytes(exif))
         elif marker in (0xD9, 0xDA) or length < 2:  # end of image, start of scan
             break
         else:
@@ -121,7 +121,7 @@ def _jpeg(data: bytes) -> tuple[int, int, int]:
             if marker == 0xE1:
                 _need(data, end)
                 if data[position + 4 : position + 10] == b"Exif\0\0":
-                    orientation = _exif_orientation(data[position + 10 : end])
+                    exif += data[position + 10 : end]  # several are one block, of which this is the next part
             position = end
     raise _damaged("JPEG")
 
