@@ -131,11 +131,16 @@ def test_a_flood_of_probes_and_connections_leaves_nothing() -> None:
                 for _ in range(10):
                     assert stub.Check(health_pb2.HealthCheckRequest(service="liveness")).status == SERVING
 
+    def growth_mib() -> float:
+        memory = memory_mib()
+        flood(60)
+        return memory_mib() - memory
+
     try:
         flood(60)
-        before, memory = open_files(), memory_mib()
-        flood(180)
+        before = open_files()
+        # What leaks grows each time; what other tests left in this process moves its memory now and then.
+        assert min(growth_mib() for _ in range(4)) < 1
         eventually(lambda: open_files() <= before)
-        assert memory_mib() - memory < 4
     finally:
         server.stop()

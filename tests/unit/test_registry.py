@@ -14,6 +14,9 @@ import torch
 import transformers as hf
 from safetensors import safe_open
 
+from opticnerve_server.attention import AttentionError
+from opticnerve_server.attention.sdpa import Sdpa
+from opticnerve_server.graphs import GraphManager, plan_capacities
 from opticnerve_server.models import registry
 from opticnerve_server.models.base import ImageItem, PlanError, VideoItem
 from opticnerve_server.models.checkpoint import write_checkpoint
@@ -353,3 +356,36 @@ def test_an_unknown_dtype_or_load_format_is_refused(checkpoint: Path) -> None:
         }
         with pytest.raises(ModelError, match=match):
             registry.build_tower(source, planner, **choices)
+
+
+@pytest.mark.parametrize("architecture", registry.ARCHITECTURES)
+def test_a_backend_is_said_to_run_where_it_does(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(architecture, tmp_path)
+    source = registry.open_model(str(tmp_path), "safetensors")
+    planner = registry.build_planner(source)
+
+    def build(backend: str) -> registry.LoadedTower:
+        return registry.build_tower(
+            source,
+            planner,
+            load_format="safetensors",
+            device="cpu",
+            dtype="float32",
+            attention_backend=backend,
+            kernels="auto",
+        )
+
+    ran = []
+    attend = Sdpa.attend
+    monkeypatch.setattr(Sdpa, "attend", lambda *arguments: ran.append(1) or attend(*arguments))
+    tower = build("sdpa").tower
+    capacities = plan_capacities(planner.paths, explicit={}, cap=256, max_items=1, launches_by_segments=False)
+    with torch.inference_mode():
+        GraphManager(tower, capacities).estimate()
+    dense = architecture in registry.DENSE
+    assert dense is not bool(ran)
+    match = f"nothing to do in {architecture}, .* use auto or sdpa" if dense else "cannot run here"
+    with pytest.raises(AttentionError, match=match):
+        build("torch_varlen")

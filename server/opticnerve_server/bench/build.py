@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from .. import kernels
-from ..attention import AttentionError, resolve
+from ..attention import AttentionError
 from ..config import CPU_TOKEN_CAP, GPU_TOKEN_CAP
 from ..graphs import GraphManager, plan_capacities
 from ..models import registry
@@ -74,7 +74,8 @@ def build(options: argparse.Namespace, backend: str | None = None) -> Built:
     cls = registry.tower_class(source.architecture)
     config = cls.read_config(source.config)
     try:
-        attention, why = resolve(backend or options.attention_backend, device, dtype, config.head_dim)
+        name = backend or options.attention_backend
+        attention, why = registry.choose_attention(name, source.architecture, device, dtype, config.head_dim)
         print(f"attention: {attention.name}, {why}")
         why = kernels.choose(options.kernels, device)
         print(f"kernels: {kernels.chosen(device)}, {why}")

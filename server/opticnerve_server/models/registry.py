@@ -17,6 +17,8 @@ from .presets import PRESETS, PROCESSORS, VIDEO_PROCESSORS
 if TYPE_CHECKING:
     import torch
 
+    from ..attention.base import AttentionBackend
+
 __all__ = ["ARCHITECTURES", "LoadedTower", "ModelError", "ModelSource", "build_planner", "build_tower", "open_model"]
 
 TOWERS = {
@@ -77,6 +79,9 @@ IN_CONFIG = {"internvl_chat": ("dynamic_image_size", "use_thumbnail", "min_dynam
 
 IN_CODE = ("deepseek_ocr", "step3_vl", "step_vl", "step3p7")
 """Architectures whose processor is written in their code: without a file it is that."""
+
+DENSE = ("deepseek_ocr", "step3_vl", "step_vl", "step3p7")
+"""Architectures whose views are of one size on each path: attention over them is dense, with no segments to pack."""
 
 NO_VIDEO_FILE = ("gemma3", "internvl_chat", "kimi_vl", "llama4", "minicpmv")
 """Architectures whose planners know without a file how they see videos, or that they do not."""
@@ -187,7 +192,6 @@ def build_tower(
     Raises ModelError for wrong weights, attention.AttentionError for a backend, kernels.KernelsError for kernels that
     cannot run there.
     """
-    from .. import attention
     from .. import kernels as between
     from .weights import open_tensors
 
@@ -195,7 +199,7 @@ def build_tower(
     config = cls.read_config(source.config)
     placed, device_reason = _choose_device(device)
     chosen, dtype_reason = _choose_dtype(dtype, placed)
-    backend, backend_reason = attention.resolve(attention_backend, placed, chosen, config.head_dim)
+    backend, backend_reason = choose_attention(attention_backend, source.architecture, placed, chosen, config.head_dim)
     kernels_reason = between.choose(kernels, placed)
     if placed.type == "cuda":
         import torch
@@ -207,6 +211,26 @@ def build_tower(
     reasons["kernels"] = f"{between.chosen(placed)}: {kernels_reason}"
     digest = tensors.finish()
     return LoadedTower(tower, digest, backend.name, backend.launches_by_segments, reasons, tensors.count)
+
+
+def choose_attention(
+    name: str, architecture: str, device: torch.device, dtype: torch.dtype, head_dim: int
+) -> tuple[AttentionBackend, str]:
+    """The attention backend called `name`, or "auto", for the tower of an architecture, and the reason for the choice.
+
+    Raises attention.AttentionError for one that cannot run there, or would have nothing to do.
+    """
+    from .. import attention
+
+    if architecture not in DENSE:
+        return attention.resolve(name, device, dtype, head_dim)
+    if name not in ("auto", "sdpa"):
+        raise attention.AttentionError(
+            f"attention backend {name} has nothing to do in {architecture}, whose views are of one size: attention "
+            "over them is dense; use auto or sdpa"
+        )
+    backend, _ = attention.resolve("sdpa", device, dtype, head_dim)
+    return backend, f"views of {architecture} are of one size: attention over them is dense"
 
 
 def _with_clips(planner: Planner, source: ModelSource) -> Planner:
