@@ -37,8 +37,8 @@ class AttentionBackend(Protocol):
         Rows behind the last segment must be finite in v: the last tile of keys may reach there, and though what is
         masked has a probability of 0, 0 x NaN is NaN. In q and k they may hold anything; in k they may be overwritten.
 
-        Returns [num_rows, heads, head_dim]. Rows behind the last segment hold anything there, NaN included, and reach
-        no other row: neither here nor in what a tower does besides, which is done row by row, token by token or tile by
+        Returns [num_rows, heads, head_dim]. Rows behind the last segment hold anything there, NaN included, and have
+        reached no other row. Nor do they afterwards: all else in a tower goes row by row, token by token or tile by
         tile.
         """
         ...
