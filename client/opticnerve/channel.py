@@ -6,6 +6,7 @@ connection that died silently is noticed after hours; a channel sends all its ca
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -71,6 +72,10 @@ streams less than a gigabyte a second: callers with many calls at once need seve
 """
 
 
+ENDING_S = 1.0
+"""How long a client that is closed waits for the end of calls that have been answered."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tls:
     """An encrypted connection. All files are PEM, and read when a connection is made.
@@ -102,19 +107,31 @@ class _Channel:
             self.channel = grpc.aio.insecure_channel(server, options=options)
         else:
             self.channel = grpc.aio.secure_channel(server, tls.credentials(), options=options)
-        self.active = 0  # calls of Encode
+        self.active: set[EncodeCall] = set()  # whose answers are not all there
+        self._ending: set[EncodeCall] = set()  # whose answers are, and the status is not: kept, or they are cancelled
         self._encode = self.channel.unary_stream(
             f"/{SERVICE}/Encode", request_serializer=pb.EncodeRequest.SerializeToString, response_deserializer=unpack
         )
 
     def encode(self, request: pb.EncodeRequest, timeout: float | None, metadata: Metadata) -> EncodeCall:
         call = self._encode(request, timeout=timeout, metadata=metadata)
-        self.active += 1
+        self.active.add(call)
         call.add_done_callback(self._ended)
         return call
 
-    def _ended(self, _: object) -> None:
-        self.active -= 1
+    def answered(self, call: EncodeCall) -> None:
+        if call in self.active:
+            self.active.remove(call)
+            self._ending.add(call)
+
+    def _ended(self, call: EncodeCall) -> None:
+        self.active.discard(call)
+        self._ending.discard(call)
+
+    async def close(self) -> None:
+        if self._ending:
+            await asyncio.wait([asyncio.create_task(call.code()) for call in self._ending], timeout=ENDING_S)
+        await self.channel.close(None)
 
 
 class Connection:
@@ -143,11 +160,18 @@ class Connection:
 
     def encode(self, request: pb.EncodeRequest, timeout: float | None, affinity: Metadata = ()) -> EncodeCall:
         """A call of Encode, on the channel that has the fewest; while all have one, a new one is opened."""
-        channel = min(self._channels, key=lambda channel: channel.active)
+        channel = min(self._channels, key=lambda channel: len(channel.active))
         if channel.active and len(self._channels) < MAX_CHANNELS:
             channel = self._open(len(self._channels))
             self._channels.append(channel)
         return channel.encode(request, timeout, (*self.metadata, *affinity))
+
+    def answered(self, call: EncodeCall) -> None:
+        """All answers of a call of `encode` are there. Its status, which the server sends when it has done its books,
+        is not worth the wait; but a call that were cancelled before would be one that nobody waited for.
+        """
+        for channel in self._channels:
+            channel.answered(call)
 
     @property
     def is_ready(self) -> bool:
@@ -160,9 +184,9 @@ class Connection:
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
     async def close(self) -> None:
-        """Cancels what is in flight."""
+        """Cancels what is in flight, but for calls whose answers are all there: their end is waited for, a moment."""
         for channel in self._channels:
-            await channel.channel.close(None)
+            await channel.close()
 
 
 def to_server_error(error: grpc.aio.AioRpcError) -> ServerError:

@@ -22,6 +22,9 @@ from opticnerve.v1 import encoder_pb2 as pb
 DEFAULT_SERVER = "127.0.0.1:50051"
 DEFAULT_TIMEOUT_S = 30.0
 
+_LIGHT_BYTES = 128 << 10
+"""Files in memory, together, that become a request where they are: their digest takes 0.1 ms, a thread 0.3."""
+
 _HEADER_BYTES = 64 << 10  # first bytes of a file: enough to know the size of almost every image
 
 
@@ -263,7 +266,10 @@ class AsyncClient:
             request.items.extend(to_items(items))
             return affinity_of(request.items)
 
-        affinity = await asyncio.to_thread(fill)  # files are read and digests made there, in one wake-up
+        if _is_light(items):
+            affinity = fill()
+        else:
+            affinity = await asyncio.to_thread(fill)  # files are read and digests made there, in one wake-up
         if oversize := self._target.oversize(request.ByteSize()):
             raise oversize
         return request, affinity
@@ -308,11 +314,23 @@ class AsyncClient:
         try:
             async for message in call:
                 answer = receiver.receive(message)
+                if receiver.is_complete:
+                    connection.answered(call)
                 if answer is not None:
                     yield answer
+                if receiver.is_complete:
+                    return
             receiver.close()
         finally:
-            call.cancel()
+            if not receiver.is_complete:
+                call.cancel()
+
+
+def _is_light(items: Iterable[MediaSource]) -> bool:
+    """Whether these are files in memory of so few bytes that handling them holds the event loop up for no time."""
+    if not isinstance(items, list | tuple) or not all(isinstance(item, bytes) for item in items):
+        return False
+    return sum(map(len, items)) <= _LIGHT_BYTES
 
 
 def _read_planned(

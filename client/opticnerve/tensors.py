@@ -244,6 +244,11 @@ class Receiver:
         self._unanswered.remove(position)
         return index, answer
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether every item has its answer."""
+        return not self._unanswered
+
     def close(self) -> None:
         """The call ended well. Raises ProtocolError when items were left without an answer."""
         if self._unanswered:
