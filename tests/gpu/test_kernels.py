@@ -87,6 +87,29 @@ def test_turns_queries_and_keys_alone(
 
 @EACH
 @DTYPES
+@pytest.mark.parametrize("used", [0, 1, 57, 59, 60])
+@pytest.mark.parametrize("repeat", [20, 60])
+@pytest.mark.parametrize(("heads", "head_dim"), [(4, 24), (16, 72)])
+def test_clears_values_behind_the_last_segment_in_the_pass_that_turns(
+    name: str, dtype: torch.dtype, used: int, repeat: int, heads: int, head_dim: int
+) -> None:
+    kernels, device = implementation(name)
+    qkv = randn(60, 3, heads, head_dim, seed=0, device=device, dtype=dtype)
+    qkv[used:] = math.nan
+    before = qkv.clone()
+    angles = randn(repeat, head_dim // 2, seed=1, device=device, dtype=torch.float32) * 9
+    turns = torch.polar(torch.ones_like(angles), angles)[:, None, None, :]
+    cu = torch.tensor([0, used // 2, used, used], dtype=torch.int32, device=device)
+    kernels.rotate_(qkv, turns, cu)
+    assert torch.equal(qkv[:used, 2], before[:used, 2])
+    assert torch.count_nonzero(qkv[used:, 2]) == 0
+    kernels.rotate_(before[:, :2], turns)
+    assert torch.equal(qkv[:used, :2], before[:used, :2])
+    assert torch.isnan(qkv[used:, :2]).all()
+
+
+@EACH
+@DTYPES
 def test_activations(name: str, dtype: torch.dtype) -> None:
     kernels, device = implementation(name)
     both = randn(77, 2 * 344, seed=0, device=device, dtype=dtype) * 3
@@ -132,10 +155,6 @@ def test_clears_what_lies_behind_the_last_segment(name: str, dtype: torch.dtype,
     assert torch.equal(whole[:used], before[:used])
     assert torch.count_nonzero(whole[used:, 1]) == 0
     assert torch.isnan(whole[used:, [0, 2]]).all()
-    kernels.clear_tail_(cu, whole[:, 1], whole[:, 2])
-    assert torch.equal(whole[:used], before[:used])
-    assert torch.count_nonzero(whole[used:, 1:]) == 0
-    assert torch.isnan(whole[used:, 0]).all()
 
 
 @EACH

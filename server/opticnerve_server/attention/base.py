@@ -1,8 +1,7 @@
-"""The attention seam: what a backend is, and the one thing every backend must do to the rows of no segment."""
+"""The attention seam: what a backend is, and what is owed to the rows of no segment."""
 
 from __future__ import annotations
 
-import functools
 from typing import Protocol
 
 import torch
@@ -35,19 +34,11 @@ class AttentionBackend(Protocol):
         `cu_q` and `cu_k` are int32 [segments + 1] on their device: monotone from 0, the last offset repeated for absent
         segments. Segment i of q attends to segment i of k. `max_q` and `max_k` bound the rows of a segment.
 
-        Returns [num_rows, heads, head_dim]. Rows behind the last segment are zero there, and reach no other row,
-        whatever q, k and v hold in them, NaN included; in k and v they may be overwritten.
+        Rows behind the last segment must be finite in v: the last tile of keys may reach there, and though what is
+        masked has a probability of 0, 0 x NaN is NaN. In q and k they may hold anything; in k they may be overwritten.
+
+        Returns [num_rows, heads, head_dim]. Rows behind the last segment hold anything there, NaN included, and have
+        reached no other row. Nor do they afterwards: all else in a tower goes row by row, token by token or tile by
+        tile.
         """
         ...
-
-
-def zero_tail(rows: torch.Tensor, cu: torch.Tensor) -> torch.Tensor:
-    """`rows` [n, heads, head_dim] with zeros behind the last segment of `cu`; selected, as 0 x NaN would be NaN."""
-    tail = _row_numbers(rows.shape[0], cu.device) >= cu[-1]
-    return rows.masked_fill(tail[:, None, None], 0)
-
-
-@functools.lru_cache(maxsize=256)
-def _row_numbers(rows: int, device: torch.device) -> torch.Tensor:
-    """0 to rows - 1, int32: made once, not by a kernel of every layer."""
-    return torch.arange(rows, dtype=torch.int32, device=device)

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from .. import kernels
-
 PACKAGES = (
     ("flash_attn.cute.interface", "flash-attn-4", 9),
     ("flash_attn_interface", "flash-attn-3", 9),
@@ -49,13 +47,11 @@ class FlashAttn:
         max_k: int,
         num_rows: int,
     ) -> torch.Tensor:
-        """See `AttentionBackend.attend`. The last tile of keys reaches behind the last segment: masked, but 0 x NaN is
-        NaN, so those rows of k and v are zeroed, where they lie, before it reads them.
+        """See `AttentionBackend.attend`. The last tile of keys reaches behind the last segment; masked scores are
+        replaced, whatever they are.
         """
-        kernels.clear_tail_(cu_k, k, v)
         out = self._function(
             q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k, causal=False
         )
         rows: torch.Tensor = out[0] if isinstance(out, tuple) else out
-        kernels.clear_tail_(cu_q, rows)
         return rows

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from .. import kernels
-
 WORKSPACE_BYTES = 128 << 20
 
 
@@ -63,7 +61,6 @@ class FlashInfer:
             is_cuda_graph_compatible=True,
             out=out,
         )
-        kernels.clear_tail_(cu_q, out)
         return out
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from .base import zero_tail
+from .. import kernels
 
 
 class Sdpa:
@@ -45,10 +45,9 @@ def _by_segment(
 
 
 def _by_mask(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor) -> torch.Tensor:
-    # A masked score of NaN is still NaN, and so is a probability of 0 times NaN: rows of no segment are cleared first.
-    q, k, v = zero_tail(q, cu_q), zero_tail(k, cu_k), zero_tail(v, cu_k)
+    kernels.clear_tail_(cu_k, k)  # minus infinity is added to masked scores: one of NaN would stay NaN
     mask = _segment_of(q.shape[0], cu_q)[:, None] == _segment_of(k.shape[0], cu_k)[None, :]
-    return zero_tail(_attend_dense(q, k, v, mask), cu_q)
+    return _attend_dense(q, k, v, mask)
 
 
 def _segment_of(rows: int, cu: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,6 @@ from functools import partial
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
-from .. import kernels
-
 # Split-KV chooses its splits by the longest segment of the batch, and with them the order of the sums: without it a
 # segment's result does not depend on its neighbours. Releases without the argument never split here.
 _SPLITS = "num_splits" in inspect.signature(varlen_attn).parameters
@@ -36,5 +34,4 @@ class TorchVarlen:
         """See `AttentionBackend.attend`. The kernel leaves rows of no segment unwritten and never reads them."""
         out = _attend(q, k, v, cu_q, cu_k, max_q, max_k)
         assert isinstance(out, torch.Tensor)  # a pair only where more than the output is asked for
-        kernels.clear_tail_(cu_q, out)
         return out

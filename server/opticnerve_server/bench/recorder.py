@@ -5,8 +5,7 @@ Nothing here knows a model: products are seen where torch dispatches them, atten
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +15,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import kernels
 from ..attention import NAMES, AttentionError, resolve
 from ..attention.base import AttentionBackend
 from ..models.base import Tower
@@ -167,9 +165,8 @@ def attention_runs(
     longest = max(attend.lengths_q), max(attend.lengths_k)
 
     def packed(backend: AttentionBackend) -> None:
-        with _nothing_to_clear():
-            for _ in range(times):
-                backend.attend(q, k, v, cu_q, cu_k, *longest, len(q))
+        for _ in range(times):
+            backend.attend(q, k, v, cu_q, cu_k, *longest, len(q))
 
     def dense() -> None:
         dense_q, dense_k, dense_v = (
@@ -183,16 +180,6 @@ def attention_runs(
     if device.type == "cuda" and attend.uniform:
         runs[DENSE] = dense
     return runs, missing
-
-
-@contextmanager
-def _nothing_to_clear() -> Iterator[None]:
-    """Without the launches that look for rows behind the last segment, which are the seam's and not attention's."""
-    clear, kernels.clear_tail_ = kernels.clear_tail_, lambda *_: None
-    try:
-        yield
-    finally:
-        kernels.clear_tail_ = clear
 
 
 def _lengths(cu: torch.Tensor) -> tuple[int, ...]:

@@ -99,35 +99,47 @@ def add_rms_norm(
     return _add_norm(x, delta, scale, weight, None, eps)
 
 
-@triton.jit(do_not_specialize=["total", "repeat"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["last", "rows", "repeat"])  # type: ignore[untyped-decorator]
 def _rotate(  # type: ignore[no-untyped-def]
-    qkv, turns, total, repeat, STRIDE: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One program turns BLOCK pairs of the `total` of all rows, of which a row has PAIRS and a head HALF."""
+    qkv, turns, cu, last, rows, repeat,
+    STRIDE: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, CLEAR: tl.constexpr,
+):  # fmt: skip
+    """One program turns BLOCK pairs of all rows, of which a row has PAIRS and a head HALF.
+
+    A row is PAIRS numbers of q, as many of k and as many of v: who has one of k looks after the one of v at its place.
+    """
     numbers = tl.program_id(0) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
-    row = numbers // (2 * PAIRS)
-    inside = numbers < 2 * total
-    address = qkv + row.to(tl.int64) * STRIDE + numbers % (2 * PAIRS)
+    row, column = numbers // (2 * PAIRS), numbers % (2 * PAIRS)
+    inside = row < rows  # asked of rows, whose length is a constant: 16 bytes stay one access
+    address = qkv + row.to(tl.int64) * STRIDE + column
+    if CLEAR:
+        end = tl.load(cu + last)  # needed last, and asked for first: nothing waits for it
     turn = turns + (row % repeat) * 2 * HALF + numbers % (2 * HALF)
     a, b = tl.split(tl.reshape(tl.load(address, inside, 0).to(tl.float32), (BLOCK, 2)))
     cosine, sine = tl.split(tl.reshape(tl.load(turn, inside, 0), (BLOCK, 2)))
     turned = tl.reshape(tl.join(a * cosine - b * sine, a * sine + b * cosine), (2 * BLOCK,))
     tl.store(address, turned.to(qkv.dtype.element_ty), inside)
+    if CLEAR:
+        nothing = tl.zeros((2 * BLOCK,), qkv.dtype.element_ty)
+        tl.store(address + PAIRS, nothing, inside & (row >= end) & (column >= PAIRS))
 
 
-def rotate_(qkv: torch.Tensor, turns: torch.Tensor) -> None:
+def rotate_(qkv: torch.Tensor, turns: torch.Tensor, cu: torch.Tensor | None = None) -> None:
     rows, _, heads, head_dim = qkv.shape
     pairs = heads * head_dim
-    total, block = _counted(2 * rows * pairs) // 2, _ELEMENTS // 2
-    _rotate[(triton.cdiv(total, block),)](
+    block = _ELEMENTS // 2
+    _rotate[(triton.cdiv(_counted(2 * rows * pairs), 2 * block),)](
         qkv,
         torch.view_as_real(turns),
-        total,
+        qkv if cu is None else cu,
+        0 if cu is None else len(cu) - 1,
+        rows,
         turns.shape[0],
         STRIDE=qkv.stride(0),
         PAIRS=pairs,
         HALF=head_dim // 2,
         BLOCK=block,
+        CLEAR=cu is not None,
     )
 
 
@@ -218,8 +230,8 @@ def patches(
 
 @triton.jit(do_not_specialize=["last", "rows"])  # type: ignore[untyped-decorator]
 def _clear_tail(  # type: ignore[no-untyped-def]
-    x, y, cu, last, rows, STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, TWO: tl.constexpr,
+    x, cu, last, rows, STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program looks after ROWS rows, and has nothing to do before the last offset."""
     end = tl.load(cu + last)
@@ -228,21 +240,14 @@ def _clear_tail(  # type: ignore[no-untyped-def]
     place = column // HEAD * HEAD_STRIDE + column % HEAD
     nothing = tl.zeros((BLOCK,), x.dtype.element_ty)
     for row in range(tl.maximum(first, end), tl.minimum(first + ROWS, rows)):
-        address = tl.cast(row, tl.int64) * STRIDE + place
-        tl.store(x + address, nothing, column < WIDTH)
-        if TWO:
-            tl.store(y + address, nothing, column < WIDTH)
+        tl.store(x + tl.cast(row, tl.int64) * STRIDE + place, nothing, column < WIDTH)
 
 
-def clear_tail_(cu: torch.Tensor, rows: torch.Tensor, more: torch.Tensor | None = None) -> None:
-    if more is not None and more.stride() != rows.stride():
-        clear_tail_(cu, more)
-        more = None
+def clear_tail_(cu: torch.Tensor, rows: torch.Tensor) -> None:
     count, heads, head_dim = rows.shape
     width, each = heads * head_dim, 16
     _clear_tail[(triton.cdiv(count, each),)](
         rows,
-        rows if more is None else more,
         cu,
         len(cu) - 1,
         count,
@@ -252,7 +257,6 @@ def clear_tail_(cu: torch.Tensor, rows: torch.Tensor, more: torch.Tensor | None 
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
         ROWS=each,
-        TWO=more is not None,
     )
 
 

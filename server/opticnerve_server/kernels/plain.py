@@ -38,15 +38,18 @@ def add_rms_norm(
     return x, weight * normal.to(x.dtype)
 
 
-def rotate_(qkv: torch.Tensor, turns: torch.Tensor) -> None:
+def rotate_(qkv: torch.Tensor, turns: torch.Tensor, cu: torch.Tensor | None = None) -> None:
     """Turn queries and keys of `qkv` [rows, 3, heads, head_dim] in place, each pair of neighbours of a head.
 
     `turns` complex64 [n, 1, 1, head_dim / 2] are those of n rows, and of each n rows behind them. The products are in
-    float32 and rounded once.
+    float32 and rounded once. With `cu`, int32 offsets of segments, the same pass zeroes the values behind the last one,
+    which is what attention wants of them; without it values are not touched, and `qkv` need not have any.
     """
     qk = qkv[:, :2].unflatten(0, (-1, turns.shape[0]))
     pairs = torch.view_as_complex(qk.float().unflatten(-1, (-1, 2)))
     qk.copy_(torch.view_as_real(pairs * turns).flatten(-2))
+    if cu is not None:
+        clear_tail_(cu, qkv[:, 2])
 
 
 def gated(gate_up: torch.Tensor, inner: int) -> torch.Tensor:
@@ -87,14 +90,10 @@ def patches(
     return ((levels - mean) / std).to(dtype).view(len(origin), -1)
 
 
-def clear_tail_(cu: torch.Tensor, rows: torch.Tensor, more: torch.Tensor | None = None) -> None:
-    """Zero `rows`, and `more`, both [n, heads, head_dim], behind the last offset of `cu` int32, in place.
-
-    Both may be strided, heads and numbers of a head being where they are in each row.
-    """
+def clear_tail_(cu: torch.Tensor, rows: torch.Tensor) -> None:
+    """Zero `rows` [n, heads, head_dim] behind the last offset of `cu` int32, in place; they may be strided."""
     tail = torch.arange(rows.shape[0], dtype=torch.int32, device=cu.device) >= cu[-1]
-    for tensor in (rows,) if more is None else (rows, more):
-        tensor.masked_fill_(tail[:, None, None], 0)
+    rows.masked_fill_(tail[:, None, None], 0)
 
 
 def add_taps(x: torch.Tensor, table: torch.Tensor, taps: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -156,6 +156,7 @@ class Attention:
         q, k = qk.unbind(1)
         v = self.v_norm(self.v(x).view(shape))
         cu, longest = segments.cu, segments.longest
+        kernels.clear_tail_(cu, v)
         return self.out(self.backend.attend(q, k, v, cu, cu, longest, longest, rows).flatten(1))
 
 

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
+from .. import kernels
 from ..attention.base import AttentionBackend
 from ..types import Capacity, Layout
 from .clip import OneTileEach, SampledClips
@@ -215,6 +216,7 @@ class Block:
             q, k = (norm(part) for norm, part in zip(self.qk_norms, (q, k), strict=True))
         q, k, v = (part.view(len(x), self.heads, -1) for part in (q, k, v))
         cu, longest = segments.cu, segments.longest
+        kernels.clear_tail_(cu, v)
         return self.out(self.backend.attend(q, k, v, cu, cu, longest, longest, len(x)).flatten(1))
 
 

@@ -142,7 +142,7 @@ class Block:
         rows, (cu, longest) = x.shape[0], (segments.cu, segments.longest)
         x, y = self.norm0.after(x, delta)
         qkv = self.qkv(y).view(rows, 3, self.heads, -1)
-        kernels.rotate_(qkv, turns)
+        kernels.rotate_(qkv, turns, cu)
         q, k, v = qkv.unbind(1)
         x, y = self.norm1.after(x, self.out(self.backend.attend(q, k, v, cu, cu, longest, longest, rows).flatten(1)))
         return x, self.mlp(y)

@@ -163,9 +163,9 @@ class SelfAttention:
     def __call__(self, x: torch.Tensor, turns: torch.Tensor, segments: Segments) -> torch.Tensor:
         rows = x.shape[0]
         qkv_r3hd = self.qkv(x).view(rows, 3, self.heads, -1)
-        kernels.rotate_(qkv_r3hd, turns)
-        q, k, v = qkv_r3hd.unbind(1)
         cu, longest = segments.cu, segments.longest
+        kernels.rotate_(qkv_r3hd, turns, cu)
+        q, k, v = qkv_r3hd.unbind(1)
         return self.proj(self.backend.attend(q, k, v, cu, cu, longest, longest, rows).flatten(1))
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .. import kernels
 from ..attention.base import AttentionBackend
 from ..types import Capacity, ItemPlan, Layout
 from .base import PIXELS, BufferSpec
@@ -118,6 +119,7 @@ class Resampler:
         kv = self.norm_kv(self.kv_proj(x))
         k = self.k(kv + self._encoded(position, x.dtype)).unflatten(1, (self.heads, HEAD))
         v = self.v(kv).unflatten(1, (self.heads, HEAD))
+        kernels.clear_tail_(slices.cu, v)
         segments, queries = len(cu_queries) - 1, len(self.queries)
         q = self.queries.repeat(segments, 1).unflatten(1, (self.heads, HEAD))
         attended = self.backend.attend(q, k, v, cu_queries, slices.cu, queries, slices.longest, len(q))

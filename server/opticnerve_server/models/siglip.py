@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .. import kernels
 from ..attention.base import AttentionBackend
 from .layers import GeluMLP, LayerNorm, Linear, Segments
 from .tile_tower import TileConfig
@@ -32,5 +33,6 @@ class Block:
         rows, (cu, longest) = x.shape[0], (segments.cu, segments.longest)
         x, y = self.norm1.after(x, delta)
         q, k, v = self.qkv(y).view(rows, 3, self.heads, -1).unbind(1)
+        kernels.clear_tail_(cu, v)
         x, y = self.norm2.after(x, self.out(self.backend.attend(q, k, v, cu, cu, longest, longest, rows).flatten(1)))
         return x, self.mlp(y)
