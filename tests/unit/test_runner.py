@@ -154,10 +154,10 @@ def test_an_idle_device_is_asked_now_and_then(monkeypatch: pytest.MonkeyPatch) -
     house.runner.idle()
     assert house.told == []
     monkeypatch.setattr(runner, "SENTINEL_S", 0.0)
-    house.runner.busy_since = time.monotonic()
+    house.runner._begin()
     house.runner.idle()
     assert house.told == [], "a busy device is left alone"
-    house.runner.busy_since = IDLE
+    house.runner._end()
     house.runner.idle()
     assert house.told == [False]
 
