@@ -168,7 +168,7 @@ class Connection:
 
     def answered(self, call: EncodeCall) -> None:
         """All answers of a call of `encode` are there. Its status, which the server sends when it has done its books,
-        is not worth the wait; but a call that were cancelled before would be one that nobody waited for.
+        is not worth the wait; but one that is cancelled before counts on the server as a call that nobody waited for.
         """
         for channel in self._channels:
             channel.answered(call)
@@ -185,8 +185,7 @@ class Connection:
 
     async def close(self) -> None:
         """Cancels what is in flight, but for calls whose answers are all there: their end is waited for, a moment."""
-        for channel in self._channels:
-            await channel.close()
+        await asyncio.gather(*(channel.close() for channel in self._channels))
 
 
 def to_server_error(error: grpc.aio.AioRpcError) -> ServerError:

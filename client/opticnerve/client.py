@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from types import TracebackType
-from typing import Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, cast, overload
 
 import grpc.aio
 
@@ -18,6 +18,9 @@ from opticnerve.retry import Patience
 from opticnerve.target import Target
 from opticnerve.tensors import DtypeName, Embedding, Held, ItemPlan, Receiver, to_wire_dtype
 from opticnerve.v1 import encoder_pb2 as pb
+
+if TYPE_CHECKING:
+    from opticnerve.chunks import RowChunk
 
 DEFAULT_SERVER = "127.0.0.1:50051"
 DEFAULT_TIMEOUT_S = 30.0
@@ -312,8 +315,9 @@ class AsyncClient:
         connection = self._target.connection(self._wait_until_ready)
         call = connection.encode(request, patience.left(), affinity)
         try:
-            async for message in call:
-                answer = receiver.receive(message)
+            # Not `async for`: gRPC's iterator, left before its end, keeps call and request until garbage is collected.
+            while (message := await call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]  # stubs lack it
+                answer = receiver.receive(cast("pb.EncodeResponse | RowChunk", message))
                 if receiver.is_complete:
                     connection.answered(call)
                 if answer is not None:

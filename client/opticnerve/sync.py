@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Generator, Iterable
 from concurrent.futures import Future
-from threading import Thread
+from threading import Thread, current_thread
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, overload
 
@@ -105,12 +105,16 @@ class Client:
             async with running:  # a step that was interrupted may still be unwinding
                 await answers.aclose()
 
+        exhausted = False
         try:
             while (answer := self._run(step())) is not None:
                 yield answer
+            exhausted = True
         finally:
-            if self._thread.is_alive():
-                self._run(end())
+            if not exhausted and self._thread.is_alive():
+                ending = asyncio.run_coroutine_threadsafe(end(), self._loop)
+                if current_thread() is not self._thread:  # there the garbage collector may end it: nobody to wait for
+                    ending.result()
 
     @overload
     def hold(

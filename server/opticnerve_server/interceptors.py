@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from contextvars import ContextVar
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -25,6 +26,9 @@ from .telemetry import CALL
 
 DEADLINE_TOLERANCE_S = 0.05
 """At its deadline a caller cancels its call, and may be heard a little before our own clock says that it is time."""
+
+REQUEST_BYTES: ContextVar[int] = ContextVar("request_bytes")
+"""Size of the request that is answered. A message would tell its own only by being serialised once more."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Trailers = tuple[tuple[str, str], ...]
@@ -93,6 +97,7 @@ class Border(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     def _stream(self, method: str, handler: Any) -> Any:
         async def answer(data: bytes, context: Context, access: Access) -> None:
             self._admit(context)
+            REQUEST_BYTES.set(len(data))
             access.request(request := _parsed(handler, data))
             await self._write_all(handler, handler.unary_stream(request, context), context, access)
 

@@ -23,6 +23,7 @@ from .calls import Call
 from .config import MAX_QUEUE_ITEMS
 from .errors import ServiceError, to_item_failed
 from .info import Model, ServerState, server_info
+from .interceptors import REQUEST_BYTES
 from .messages import Hold
 from .options import Options
 from .preprocess import DIGEST_BYTES, NeedBytes, Preprocessor
@@ -93,7 +94,7 @@ class EncoderService(pb_grpc.EncoderServiceServicer):
         left = context.time_remaining()
         options = self._options(request, self._state.config.default_timeout if left is None else left)
         with self._activity:
-            plans = await self._preprocessor.plan_items(options.model.planner, request.items)
+            plans = await self._preprocessor.plan_items(options.model.planner, request.items, REQUEST_BYTES.get())
             call = Call(options, plans, self._admission, self._preprocessor)
             messages = call.stream() if options.hold is None else call.hold(self._activity)
             async with aclosing(messages):

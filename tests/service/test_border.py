@@ -31,7 +31,7 @@ from frontend_harness import (
 from opticnerve.v1 import encoder_pb2 as pb
 from opticnerve_server.interceptors import DEADLINE_TOLERANCE_S, is_expired
 from opticnerve_server.metrics import ITEMS, REJECTED, REQUESTS, Rejection, Result
-from opticnerve_server.preprocess import HEADER_THREADS, LIGHT_BYTES
+from opticnerve_server.preprocess import HEADER_THREADS, LIGHT_BYTES, LIGHT_ITEMS
 
 PAIR = pb.EncodeRequest(items=[raw_item(picture(8, 8))] * 2)
 
@@ -108,15 +108,16 @@ async def test_calls_that_are_gone_make_room_to_plan(monkeypatch: pytest.MonkeyP
         assert len(await collect(server.stub.Encode(PAIR))) == 2
 
 
-async def test_small_files_are_planned_without_a_thread() -> None:
+async def test_a_few_small_files_are_planned_without_a_thread() -> None:
     gate = threading.Event()
     async with serving() as server:
         for _ in range(HEADER_THREADS):
             server.frontend._preprocessor._headers.submit(gate.wait, 10)
         small, large = png_item(picture(8, 8)), png_item(picture(8, 8))
         large.encoded_image.data += bytes(LIGHT_BYTES)
-        waiting = [asyncio.create_task(collect(server.stub.Encode(request))) for request in (PAIR, of([small, large]))]
-        for request in (of([small]), of([small] * 20)):
+        heavy = (PAIR, of([small, large]), of([small] * (LIGHT_ITEMS + 1)))
+        waiting = [asyncio.create_task(collect(server.stub.Encode(request))) for request in heavy]
+        for request in (of([small]), of([small] * LIGHT_ITEMS)):
             assert all(answer.finished for answer in (await collect(server.stub.Encode(request))).values())
         assert not any(call.done() for call in waiting)
         gate.set()

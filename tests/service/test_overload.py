@@ -94,8 +94,9 @@ def test_every_call_ends_and_probes_are_answered_throughout(server: RunningServe
     assert codes["OK"] >= 180
     assert probed["always_serving"]
     assert probed["checks"] > 10 * load["seconds"]
-    # Where other work keeps even a process that sleeps from waking up, the time of a check says nothing of the server.
-    assert probed["slowest_s"] < 0.1 or probed["late_s"] > 0.03, probed
+    # Other work makes a check late by itself: as it does a process that only sleeps, a few times over.
+    assert probed["p99_s"] < 0.1, probed
+    assert probed["slowest_s"] < 0.1 + 5 * probed["late_s"], probed
     eventually(lambda: server.total("opticnerve_queue_items") == 0)
     assert server.total("opticnerve_requests_total", method="Encode") == CALLS
     assert server.total("opticnerve_items_total", result="ok") == codes["OK"]

@@ -154,6 +154,8 @@ def test_fill_bytes_before_a_marker() -> None:
     filled = file[:2] + b"\xff\0junk" + b"\xff" * (header.MAX_FILL_BYTES - 6) + file[2:]
     assert read_size(filled, max_pixels=MAX_PIXELS) == size
     assert "header" in refusal(file[:2] + b"\xff" * (header.MAX_FILL_BYTES + 1) + file[2:])
+    alone = b"\xff\xd0\xff\x01" * header.MAX_SEGMENTS
+    assert read_size(file[:2] + alone + file[2:], max_pixels=MAX_PIXELS) == size
 
 
 def test_png_of_endless_chunks() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import struct
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from image_files import SHORT, Pixels, decoded, encoded, exif, jpeg_with_exif, oriented, png, rgb_array, tiff
 
@@ -41,6 +42,17 @@ def test_orientation_of_sixteen_bit_tiff() -> None:
     values = np.arange(6, dtype="<u2").reshape(2, 3) << 8
     file = tiff(3, 2, values.tobytes(), bits=(16,), tags={274: (SHORT, [6])})
     np.testing.assert_array_equal(decoded(file)[..., 0], [[3, 0], [4, 1], [5, 2]])
+
+
+@pytest.mark.parametrize(
+    "blocks", [(exif(6), exif(3)), (exif(1), exif(8)), (b"", exif(6)), (exif(8)[:14], exif(8)[14:])]
+)
+def test_orientation_of_several_exif_segments(blocks: tuple[bytes, bytes]) -> None:
+    file = encoded(Image.fromarray(rgb_array()), "JPEG")
+    for block in reversed(blocks):
+        file = jpeg_with_exif(file, block)
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(file)))
+    assert np.array_equal(decoded(file), expected)
 
 
 MALFORMED_EXIF = {

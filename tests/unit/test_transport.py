@@ -11,6 +11,8 @@ def test_options() -> None:
         "grpc.so_reuseport": 1,
         "grpc.max_receive_message_length": 7 << 20,
         "grpc.max_concurrent_streams": 512,
+        "grpc.server.max_pending_requests": 8192,
+        "grpc.server.max_pending_requests_hard_limit": 8192,
         "grpc.keepalive_time_ms": 60_000,
         "grpc.keepalive_timeout_ms": 20_000,
         "grpc.keepalive_permit_without_calls": 1,

@@ -26,7 +26,7 @@ __all__ = ["CONTRACT", "MediaError", "NeedMoreData", "decode", "read_size"]
 CONTRACT: dict[str, str] = {
     "formats": "JPEG, PNG, WebP, GIF, BMP and TIFF (not BigTIFF), known by their first bytes; all others are refused.",
     "size": "Read from the header; over max_image_pixels an image is refused before it is decoded.",
-    "orientation": "EXIF orientation 1 to 8 is applied: of a JPEG from an Exif segment before its frame header, "
+    "orientation": "EXIF orientation 1 to 8 is applied: of a JPEG from the Exif segments before its frame header, "
     "of a PNG from an eXIf chunk before its pixels, of a WebP from its EXIF chunk, of a TIFF from its first directory. "
     "Malformed EXIF counts as 1; XMP is not read.",
     "alpha": "Transparency of every kind (an alpha channel, a palette's, one transparent colour) is composited on the "

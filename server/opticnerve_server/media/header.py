@@ -97,22 +97,23 @@ def _damaged(name: str) -> MediaError:
 # --- one parser a format: the whole file or the start of it -> stored height, stored width, orientation
 
 
-_JPEG_MARKER = re.compile(rb"\xff[^\x00\xff]")
+_SKIPPED = b"\x00\x01\xd0\xd1\xd2\xd3\xd4\xd5\xd6\xd7\xd8\xff"
+"""Behind an FF: no marker, a fill byte, or a marker that stands alone."""
+
+_JPEG_SEGMENT = re.compile(rb"\xff[^" + _SKIPPED + rb"]")
 
 
 def _jpeg(data: bytes) -> tuple[int, int, int]:
-    position, orientation = 2, 1
+    position, exif = 2, bytearray()
     for _ in range(MAX_SEGMENTS):
         _need(data, position + 4)
         marker, length = data[position + 1], int.from_bytes(data[position + 2 : position + 4], "big")
-        if data[position] != 0xFF or marker in (0x00, 0xFF):  # junk or fill bytes
-            position = _next_marker(data, position)
-        elif marker == 0x01 or 0xD0 <= marker <= 0xD8:  # markers that stand alone
-            position += 2
+        if data[position] != 0xFF or marker in _SKIPPED:
+            position = _next_segment(data, position)
         elif 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # frame header
             _need(data, position + 9)
             height, width = struct.unpack_from(">HH", data, position + 5)
-            return height, width, orientation
+            return height, width, _exif_orientation(bytes(exif))
         elif marker in (0xD9, 0xDA) or length < 2:  # end of image, start of scan
             break
         else:
@@ -120,15 +121,15 @@ def _jpeg(data: bytes) -> tuple[int, int, int]:
             if marker == 0xE1:
                 _need(data, end)
                 if data[position + 4 : position + 10] == b"Exif\0\0":
-                    orientation = _exif_orientation(data[position + 10 : end])
+                    exif += data[position + 10 : end]  # several are one block, of which this is the next part
             position = end
     raise _damaged("JPEG")
 
 
-def _next_marker(data: bytes, position: int) -> int:
-    """Where the first marker at or behind `position` starts, behind junk and fill bytes."""
+def _next_segment(data: bytes, position: int) -> int:
+    """Where the first segment at or behind `position` starts, behind junk, fill bytes and markers that stand alone."""
     end = position + MAX_FILL_BYTES + 2
-    found = _JPEG_MARKER.search(data, position, end)
+    found = _JPEG_SEGMENT.search(data, position, end)
     if found is None:
         _need(data, min(len(data) + 1, end))
         raise _damaged("JPEG")
