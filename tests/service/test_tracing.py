@@ -24,7 +24,7 @@ from opticnerve import Client
 from opticnerve.v1 import encoder_pb2 as pb
 from opticnerve_server import cli, tracing
 from opticnerve_server.models.checkpoint import write_checkpoint
-from running_server import running
+from running_server import eventually, running
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACED = (("traceparent", f"00-{TRACE}-{PARENT}-01"), ("x-request-id", "order-7"))
@@ -137,7 +137,7 @@ def test_a_whole_server_sends_them_to_a_collector(tmp_path: Path) -> None:
             Client(server_process.address) as client,
         ):
             assert len(list(client.encode([picture(64, 64, seed) for seed in range(3)]))) == 3
-            (line,) = [line for line in server_process.events("call") if line["method"] == "Encode"]
+            (line,) = eventually(lambda: [c for c in server_process.events("call") if c["method"] == "Encode"])
     finally:
         server.stop(None).wait()
     calls = {span.span_id: span for _, span in collector.received if span.name == METHOD}
