@@ -71,7 +71,6 @@ MAX_CHANNELS = 8
 streams less than a gigabyte a second: callers with many calls at once need several. Those with few have few.
 """
 
-
 ENDING_S = 1.0
 """How long a client that is closed waits for the end of calls that have been answered."""
 

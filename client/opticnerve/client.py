@@ -315,18 +315,19 @@ class AsyncClient:
         connection = self._target.connection(self._wait_until_ready)
         call = connection.encode(request, patience.left(), affinity)
         try:
-            # Not `async for`: gRPC's iterator, left before its end, keeps call and request until garbage is collected.
-            while (message := await call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]  # stubs lack it
+            while not receiver.is_complete:
+                # Not `async for`: gRPC's iterator, left before its end, keeps call and request as cyclic garbage.
+                message = await call.read()
+                if message is grpc.aio.EOF:  # type: ignore[attr-defined]  # stubs lack it
+                    receiver.close()
+                    return
                 answer = receiver.receive(cast("pb.EncodeResponse | RowChunk", message))
-                if receiver.is_complete:
-                    connection.answered(call)
                 if answer is not None:
                     yield answer
-                if receiver.is_complete:
-                    return
-            receiver.close()
         finally:
-            if not receiver.is_complete:
+            if receiver.is_complete:
+                connection.answered(call)
+            else:
                 call.cancel()
 
 
