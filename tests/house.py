@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from fake_tower import FakeTower, expected
 from opticnerve_server.batcher import Batcher, Engine, QueuedPart
 from opticnerve_server.bench.inprocess import path_states
 from opticnerve_server.budgets import cut
+from opticnerve_server.buffers import Staging
 from opticnerve_server.claims import Item, Progress
 from opticnerve_server.dispatcher import Dispatcher, Finished
 from opticnerve_server.graphs import GraphManager, plan_capacities
@@ -31,16 +33,21 @@ class PoisonOnRelease:
 
     def __init__(self, half: torch.Tensor, semaphore: threading.Semaphore) -> None:
         self.half, self._semaphore = half, semaphore
-        self.held = False
 
     def acquire(self) -> None:
         self._semaphore.acquire()
-        self.held = True
 
     def release(self) -> None:
         self.half.fill_(float("nan"))
-        self.held = False
         self._semaphore.release()
+
+
+def behind(first: Callable[[], object], then: Callable[[], None]) -> Callable[[], None]:
+    def both() -> None:
+        first()
+        then()
+
+    return both
 
 
 class House:
@@ -68,9 +75,13 @@ class House:
             self.slots,
             capacities=self.capacities,
             use_graphs=use_graphs,
-            on_computed=self._computed,
+            on_computed=lambda: self.runner.computed(),
             on_finished=self._finished,
         )
+        for landing in self.dispatcher._landings:
+            landing.open = behind(partial(landing.block.numpy().fill, 255), landing.open)
+        for staging in self.dispatcher._staging:
+            staging.open = behind(partial(self._poison_launch, staging), staging.open)
         ring, free = self.dispatcher._ring, self.dispatcher._ring_free
         free[:] = [PoisonOnRelease(half, semaphore) for half, semaphore in zip(ring._halves, free, strict=True)]
         self.runner = Runner(
@@ -87,7 +98,6 @@ class House:
         self._intake = Intake(lambda part: self.runner.land(part), lambda batch: self._run(batch), self._fail)
         self.told: list[bool] = []
         self.failed: dict[int, Failure] = {}
-        self.computed = 0
         self.finished: list[Finished] = []
         self.rows: dict[int, np.ndarray] = {}
         self.media: dict[int, np.ndarray] = {}
@@ -134,9 +144,10 @@ class House:
         return self.taken.pop()
 
     def free(self) -> None:
-        """The device could take a batch."""
+        """The device has computed what it had, and could take a batch."""
         with self._lock:
-            self.batcher.computed(0)
+            if self.engine.started:
+                self.batcher.computed(0)
             self.dropped += self.batcher.schedule()
 
     def run_all(self) -> None:
@@ -146,7 +157,7 @@ class House:
         self._run = self.runner.run
         with self._lock:
             self.dropped += self.batcher.schedule()
-        while self.inbox.qsize() or self.engine.open or self.engine.running or not self.engine.free:
+        while self.inbox.qsize() or self.engine.open or self.engine.running or self.engine.started:
             try:
                 self._intake.handle(self.inbox.get(timeout=0.02))
             except queue.Empty:
@@ -156,25 +167,18 @@ class House:
         assert not finisher.is_alive()
         self._run = self.taken.append
 
-    def _computed(self) -> None:
-        """Poison what a computed batch gives back, before the next one may start. A batch without parts had nothing."""
-        if not self.dispatcher._ring_free[self.computed % 2].held:
-            self.runner.computed()
-            return
-        with torch.inference_mode():
-            self.dispatcher._landings[self.computed % 2].block.fill_(255)
-            self.dispatcher._staging[self.computed % 2].block.fill_(255)
-            self.graphs.arena.fill_(255)
-            for output in self.graphs._outputs.values():
-                output.fill_(float("nan"))
-        self.computed += 1
-        self.runner.computed()
+    def _poison_launch(self, staging: Staging) -> None:
+        """What a launch finds that reads what it has not written; not by torch, which a test may watch."""
+        staging.block.numpy().fill(255)
+        self.graphs.arena.numpy().fill(255)
+        for output in self.graphs._outputs.values():
+            output.numpy().fill(np.nan)
 
     def _finished(self, finished: Finished) -> None:
         self.finished.append(finished)
         done = [PartDone(result.part.work.number, []) for result in finished.results]
         with self._lock:
-            parts = self.batcher.done(0, Done(done, finished.taken_at, finished.execute_s, finished.copy_s))
+            parts = self.batcher.done(0, Done(done, finished.began_at, finished.execute_s, finished.copy_s))
         for result, part in zip(finished.results, parts, strict=True):
             item = part.item
             self.pixels(item)[:] = 255

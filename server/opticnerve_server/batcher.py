@@ -1,8 +1,9 @@
 """The open batches, one an engine: as full as traffic allows when the device takes them, and never delayed by a timer.
 
 While a device is busy, ready parts join the open batches, first come first served by call, and their pixels begin to
-land. When the device is free it takes its batch as it is. Parts that no open batch has room for stay in one queue: they
-go to whichever engine is free first. An item larger than any graph, a long video, comes as several parts where its
+land. When the device is free it takes its batch as it is; a batch that is full it takes ahead, behind the one that it
+computes, for nothing would be gained by waiting. Parts that no open batch has room for stay in one queue: they go to
+whichever engine takes its batch first. An item larger than any graph, a long video, comes as several parts where its
 segments allow, and is alone in its batch otherwise.
 """
 
@@ -19,6 +20,9 @@ from .claims import Item
 from .ledger import Ledger
 from .messages import Done, Land, PathState, Run, Work
 from .types import ItemPlan, Load
+
+MAX_STARTED = 2
+"""Batches that a device has and has not computed: one, and a full one behind it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +53,7 @@ class Engine:
     paths: Mapping[str, PathState]  # what bounds a batch, by path
     send: Callable[[Land | Run], None]
     works: bool = True
-    free: bool = True
+    started: int = 0  # batches that it has not computed
     free_at: float = 0.0
     cost: float = 0.0  # of the open batch, as are the next
     load: dict[str, Load] = field(default_factory=dict)
@@ -104,11 +108,12 @@ class Batcher:
             pixels, row = pixels + plan.pixel_bytes, row + plan.tokens
 
     def schedule(self) -> list[QueuedPart]:
-        """Let ready parts join open batches, and free devices take theirs; what was dropped: nobody waits for it."""
+        """Let ready parts join open batches, and devices take theirs; what was dropped: nobody waits for it."""
+        dropped: list[QueuedPart] = []
         self.fill()
-        taking = [engine for engine in self.engines.values() if engine.free and engine.open]
-        dropped = [part for engine in taking for part in self._start(engine)]
-        if taking:
+        while taking := [engine for engine in self.engines.values() if engine.open and self._takes(engine)]:
+            for engine in taking:
+                dropped += self._start(engine)
             self.fill()  # what had no room lands while these run
         return dropped
 
@@ -128,7 +133,9 @@ class Batcher:
     def computed(self, device: int) -> None:
         """A device could take another batch."""
         engine = self.engines[device]
-        engine.free, engine.free_at = True, 0.0
+        engine.started -= 1
+        if not engine.started:
+            engine.free_at = 0.0
 
     def done(self, device: int, message: Done) -> list[QueuedPart]:
         """The parts that have run together, in the order of the message."""
@@ -163,11 +170,16 @@ class Batcher:
         engines = list(self.engines.values())
         return [engine for engine in engines if engine.works] or engines
 
+    def _takes(self, engine: Engine) -> bool:
+        """Whether a device takes its batch now: it has no other, or parts are left that no open batch has room for."""
+        return engine.started < (MAX_STARTED if self._ready else 1)
+
     def _start(self, engine: Engine) -> list[QueuedPart]:
-        """Let a free device take its open batch; what is left out: it expired, or was released."""
+        """Let a device take its open batch; what is left out: it expired, or was released."""
         now, taken = self._now(), engine.take()
         wanted = {part.number: part for part in taken if self._ledger.is_wanted(part.item, now)}
         engine.running |= wanted
-        engine.free, engine.free_at = False, now + self.pace.time(sum(part.cost for part in wanted.values()))
+        engine.started += 1
+        engine.free_at = max(engine.free_at, now) + self.pace.time(sum(part.cost for part in wanted.values()))
         engine.send(Run(list(wanted)))
         return [part for part in taken if part.number not in wanted]

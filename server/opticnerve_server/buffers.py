@@ -10,9 +10,10 @@
     output                       [written by replay n]                           one a path, on the compute stream alone
     ring    [half 1: copied out] [half 0: gathered]
 
-Only the compute stream touches arena and outputs, so their next use follows their last by stream order. A landing block
-and a staging block are reused two batches later, when their batch has been computed; a ring half when its rows have
-been copied out. On a CPU there are no streams and every step is done when its call returns.
+Only the compute stream touches arena and outputs, so their next use follows their last by stream order. The others are
+reused two batches later: a landing block by copies that wait on the device until its batch is computed, ring half and
+staging block when the host knows that the batch's rows have been copied out. On a CPU there are no streams and every
+step is done when its call returns.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class Landing:
         self.used = 0
 
     def open(self) -> None:
-        """Begin a batch. The previous one that used this block has been computed."""
+        """Begin a batch. Copies await what still reads the block; one of its own is kept alive by its batch."""
         self.block = self._usual
         self.used = 0
 

@@ -61,7 +61,7 @@ class Finished:
 
     results: list[Result]
     runs: list[PathRun]
-    taken_at: float  # time.monotonic()
+    began_at: float  # time.monotonic() when the device began with it
     host_s: float  # of the device thread, to launch it
     execute_s: float
     copy_s: float
@@ -125,6 +125,7 @@ class Dispatcher:
         self._staging = [Staging(staged, tower.device) for _ in range(2)]
         self._ring = Ring(rows, tower.planner.layout.width, tower.dtype, tower.device)
         self._ring_free = [threading.Semaphore(1), threading.Semaphore(1)]
+        self._computed: list[Event | None] = [None, None]  # of the last batch whose pixels were in a landing block
         self._turn = 0
         self._launched: queue.SimpleQueue[_Launched | None] = queue.SimpleQueue()
 
@@ -133,12 +134,14 @@ class Dispatcher:
     @torch.inference_mode()
     def land(self, part: Part) -> int:
         """Start the copy of a part's pixels to the device; returns where they begin in the landing block."""
-        start = part.work.pixels
+        start, landing, before = part.work.pixels, self._landings[self._turn], self._computed[self._turn]
         self._streams.copy_in()
-        return self._landings[self._turn].add(self._slots[start : start + part.plan.pixel_bytes])
+        if before is not None and not landing.used:
+            self._streams.wait(before)
+        return landing.add(self._slots[start : start + part.plan.pixel_bytes])
 
     def run(self, batch: Batch) -> None:
-        """Launch one batch; one that has lost all its parts is over at once.
+        """Launch one batch, at most one behind another that is not computed; one without parts is over at once.
 
         After an exception nothing of it will finish: let the device end what it still does, then run it again, or
         `discard` it.
@@ -154,22 +157,24 @@ class Dispatcher:
         except BaseException:
             self._ring_free[turn].release()
             raise
+        self._computed[turn] = launched.computed
         self._launched.put(launched)
         self._turn = 1 - turn
         self._landings[self._turn].open()
 
     def discard(self) -> None:
-        """Forget the pixels of a batch that does not run; nothing on the device reads them."""
+        """Forget the pixels of a batch that does not run; nothing on the device reads them any more."""
         self._landings[self._turn].open()
 
     @torch.inference_mode()
     def _launch(self, batch: Batch, turn: int, taken_at: float) -> _Launched:
-        """What goes before the first replay keeps the device waiting, what goes behind it does not."""
+        """What goes before the first replay keeps an idle device waiting, what goes behind it does not."""
         streams = self._streams
         streams.copy_in()
         landed = streams.record()
         streams.compute()
         streams.wait(landed)
+        began = streams.record()  # behind the batch before
         self._staging[turn].open()
         runs, lines = [], {}
         for path in self._tower.planner.paths:
@@ -187,8 +192,8 @@ class Dispatcher:
         host_peaks = self._ring.peaks(turn, index.shape[0]).copy_(peaks, non_blocking=True)
         copied = streams.record()
         host_s = time.monotonic() - taken_at
-        kept = [index, rows, peaks]
-        return _Launched(batch, runs, taken_at, host_s, turn, landed, computed, copied, host_peaks, kept)
+        kept = [index, rows, peaks, self._landings[turn].block]
+        return _Launched(batch, runs, taken_at, host_s, turn, began, computed, copied, host_peaks, kept)
 
     def _dispatch(self, path: str, batch: Batch, load: Load, turn: int) -> tuple[PathRun, torch.Tensor]:
         """Run one path, on the compute stream: the fork of the whole product. Returns how, and its output lines."""
@@ -250,9 +255,10 @@ class Dispatcher:
         """The finisher's life: report each launched batch when it is done. Returns after `stop`."""
         while (launched := self._launched.get()) is not None:
             launched.computed.synchronize()
+            computed_at = time.monotonic()
             self._on_computed()
             launched.copied.synchronize()
-            finished = self._judge(launched)
+            finished = self._judge(launched, computed_at)
             self._ring_free[launched.turn].release()
             self._on_finished(finished)
 
@@ -260,7 +266,7 @@ class Dispatcher:
         """Let the finisher end behind the last launched batch."""
         self._launched.put(None)
 
-    def _judge(self, launched: _Launched) -> Finished:
+    def _judge(self, launched: _Launched, computed_at: float) -> Finished:
         peaks, results, start = launched.peaks.numpy(), [], 0
         sound = peaks.max(initial=0.0) <= FLOAT16_MAX  # in one look at all; false where a NaN is among them
         for part in launched.batch.parts:
@@ -268,14 +274,10 @@ class Dispatcher:
             start += part.plan.tokens
             results.append(Result(part, None if sound else _judgement(mine, part.work.dtype)))
         streams = self._streams
-        return Finished(
-            results,
-            launched.runs,
-            launched.taken_at,
-            launched.host_s,
-            execute_s=streams.between(launched.began, launched.computed),
-            copy_s=streams.between(launched.computed, launched.copied),
-        )
+        execute_s = streams.between(launched.began, launched.computed)
+        began_at = max(launched.taken_at, computed_at - execute_s)
+        copy_s = streams.between(launched.computed, launched.copied)
+        return Finished(results, launched.runs, began_at, launched.host_s, execute_s, copy_s)
 
 
 def _judgement(peaks: np.ndarray, dtype: str) -> Failure | None:

@@ -251,7 +251,7 @@ class Engine:
                 continue
             runs = [run.told_to(part.plan) for run in finished.runs if part.plan.paths[run.path].units]
             done.append(PartDone(part.work.number, [replace(run, device=self._device) for run in runs]))
-        self._tell(Done(done, finished.taken_at, finished.execute_s, finished.copy_s))
+        self._tell(Done(done, finished.began_at, finished.execute_s, finished.copy_s))
         self.counts.add(finished)
         tracing.batch(finished)
         self._batch_tokens.observe(max(run.load.units * self._tokens_per_unit[run.path] for run in finished.runs))

@@ -233,7 +233,7 @@ class Done(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Parts that ran together."""
 
     parts: list[PartDone]
-    taken_at: float  # time.monotonic() of the launch
+    began_at: float  # time.monotonic() when the device began with them
     execute_s: float
     copy_s: float
 

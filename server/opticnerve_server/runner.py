@@ -53,11 +53,12 @@ class Runner:
         self._dispatcher = dispatcher
         self._sentinel = sentinel
         self._fail, self._free, self._changed = fail, free, changed
-        self._settled = threading.Event()
+        self._started = 0  # batches that the device has not computed
+        self._progress = threading.Condition()  # of that
         self._isolating = False  # what is computed is only a part of a batch
         self._active_at = time.monotonic()
         self.busy_since = IDLE
-        """time.monotonic() of what the device thread has launched and the device has not computed."""
+        """time.monotonic() since when the device has computed nothing of what it was given."""
         self.works = True
         """Whether the device computed the last time it was asked."""
 
@@ -78,11 +79,13 @@ class Runner:
         Raises DeviceBroken.
         """
         if not self.works and batch.parts:
+            self._settle()
             self._ask_sentinel()
         if self.works:
             failure = self._attempt(batch)
             if failure is None:
                 return
+            self._settle()
             self._ask_sentinel()
         if self.works:
             self._isolating = True
@@ -92,20 +95,17 @@ class Runner:
             for part in batch.parts:
                 self._fail(part, UNHEALTHY)
         self._dispatcher.discard()
-        self.computed()
+        self._free()
 
     def computed(self) -> None:
-        """The device has computed what was launched; on the finisher, or where nothing was."""
-        self._active_at = time.monotonic()
-        self.busy_since = IDLE
-        metrics.GPU_HEARTBEAT.set(time.time())
+        """The device has computed a batch; on the finisher, or where there was nothing to compute."""
         if not self._isolating:
             self._free()
-        self._settled.set()  # last: what waits for it may launch, and be computed, before this returns
+        self._end()  # last: what waits for it isolates then
 
     def idle(self) -> None:
         """Nothing has happened for about a second."""
-        if self.busy_since != IDLE:
+        if self._started:
             return
         metrics.GPU_HEARTBEAT.set(time.time())
         if not self.works or time.monotonic() - self._active_at >= SENTINEL_S:
@@ -113,8 +113,7 @@ class Runner:
 
     def _attempt(self, batch: Batch) -> Failure | None:
         """Launch; why it failed. What a failed launch held is free when this returns, its pixels are not landed."""
-        self.busy_since = time.monotonic()
-        self._settled.clear()
+        self._begin()
         try:
             self._dispatcher.run(batch)
             return None
@@ -126,7 +125,7 @@ class Runner:
             failure = FAILED
         # Not among the handlers: the frames of an exception that is being handled hold what the launch has allocated.
         self._clean_up()
-        self.busy_since = IDLE
+        self._end()
         return failure
 
     def _isolate(self, parts: Sequence[Part]) -> None:
@@ -156,12 +155,31 @@ class Runner:
                 self._fail(part, part.failure)
         failure = self._attempt(batch)
         if failure is None:
-            self._settled.wait()
+            self._settle()
         return failure
 
+    def _begin(self) -> None:
+        with self._progress:
+            if not self._started:
+                self.busy_since = time.monotonic()
+            self._started += 1
+
+    def _end(self) -> None:
+        now = time.monotonic()
+        metrics.GPU_HEARTBEAT.set(time.time())
+        with self._progress:
+            self._started -= 1
+            self._active_at, self.busy_since = now, now if self._started else IDLE
+            self._progress.notify_all()
+
+    def _settle(self) -> None:
+        """Return when the device has computed all that it was given."""
+        with self._progress:
+            self._progress.wait_for(lambda: not self._started)
+
     def _ask_sentinel(self) -> None:
-        """Find out whether the device works, and tell if that is news."""
-        self.busy_since = time.monotonic()
+        """Find out whether the device, which has nothing else to compute, works, and tell if that is news."""
+        self._begin()
         works = False
         try:
             self._sentinel.run()
@@ -170,7 +188,7 @@ class Runner:
             log.exception("the sentinel failed")
         if not works:
             self._clean_up()
-        self.busy_since, self._active_at = IDLE, time.monotonic()
+        self._end()
         if works is not self.works:
             self.works = works
             self._changed()

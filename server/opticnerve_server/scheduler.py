@@ -210,7 +210,7 @@ class Scheduler:
                 start=part.first_row,
                 count=part.plan.tokens,
                 dispatches=done.dispatches,
-                queue_s=max(0.0, message.taken_at - part.item.submitted_at),
+                queue_s=max(0.0, message.began_at - part.item.submitted_at),
                 execute_s=message.execute_s,
                 copy_s=message.copy_s,
             )

@@ -154,8 +154,8 @@ def batch(finished: Finished) -> None:
         for run in finished.runs
     ]
     at, links = _epoch(), [trace.Link(_remote(call)) for call in calls]
-    span = _tracer.start_span("batch", attributes=_attributes(runs), links=links, start_time=at(finished.taken_at))
-    span.end(at(finished.taken_at + finished.execute_s))
+    span = _tracer.start_span("batch", attributes=_attributes(runs), links=links, start_time=at(finished.began_at))
+    span.end(at(finished.began_at + finished.execute_s))
 
 
 def _remote(call: str) -> SpanContext:

@@ -136,10 +136,13 @@ def test_what_comes_while_all_are_busy_goes_where_the_device_is_free_first(host:
     assert [len(engine.open) for engine in host.batcher.engines.values()] == [0, 0, 0, 1, 0, 0, 0, 0]
 
 
-def test_parts_without_room_wait_for_whichever_engine_is_free_first() -> None:
+def test_parts_without_room_wait_for_whichever_engine_takes_its_batch_first() -> None:
     host = Host(2)
-    host.call(UNITS, UNITS)  # run
-    host.call(UNITS, UNITS)  # fill both open batches
+    host.call(*[UNITS] * 2)  # run
+    host.call(*[UNITS] * 2)  # fill both open batches
+    assert [engine.started for engine in host.batcher.engines.values()] == [1, 1]
+    host.call(*[UNITS] * 2)  # the same, for full ones are taken ahead
+    assert [engine.started for engine in host.batcher.engines.values()] == [2, 2]
     host.call(LARGE)
     assert [len(engine.open) for engine in host.batcher.engines.values()] == [1, 1]
     host.finish(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import numpy as np
@@ -53,6 +54,39 @@ def test_a_batch_is_as_full_as_its_largest_graph() -> None:
     house.run_all()
     assert [len(finished.results) for finished in house.finished] == [8, 2]
     assert [run.budget for finished in house.finished for run in finished.runs] == [32, 8]
+
+
+def test_full_batches_are_given_to_the_device_one_ahead() -> None:
+    house = House()
+    for _ in range(5):
+        house.submit(32, 32)  # 64 units: alone in its batch
+    house.free()
+    assert house.engine.started == 2
+    assert house.engine.free_at > time.monotonic(), "and the third is expected to start behind both"
+    assert [len(house.engine.running), len(house.engine.open)] == [2, 1]
+    house.run_all()
+    assert len(house.finished) == 5
+    for call in range(5):
+        house.check(call)
+
+
+def test_a_third_batch_waits_until_the_rows_of_the_first_are_out() -> None:
+    house = House()
+    for _ in range(2):
+        house.submit(8, 8)
+        house.dispatcher.run(house.take())
+    house.submit(8, 8)
+    third = threading.Thread(target=house.dispatcher.run, args=[house.take()])
+    third.start()
+    third.join(0.1)
+    assert third.is_alive()
+    finisher = threading.Thread(target=house.dispatcher.finish_forever)
+    finisher.start()
+    third.join(10)
+    house.dispatcher.stop()
+    finisher.join(10)
+    for call in range(3):
+        house.check(call)
 
 
 def test_a_path_without_work_is_skipped() -> None:

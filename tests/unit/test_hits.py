@@ -13,7 +13,7 @@ from opticnerve_server.types import Load, Outcome, Reason
 def finished(outcome: Outcome, units: int, items: int) -> Finished:
     budget, reason = (128, Reason.FITS) if outcome is Outcome.HIT else (0, Reason.TOO_MANY_TOKENS)
     run = PathRun("default", outcome, budget, reason, Load(units, items, items, 4 * units))
-    return Finished(results=[], runs=[run], taken_at=0.0, host_s=0.0, execute_s=0.01, copy_s=0.001)
+    return Finished(results=[], runs=[run], began_at=0.0, host_s=0.0, execute_s=0.01, copy_s=0.001)
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[int, int, float]]:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_tower import FakePlanner
-from opticnerve_server.batcher import Batcher, Engine, QueuedPart
+from opticnerve_server.batcher import MAX_STARTED, Batcher, Engine, QueuedPart
 from opticnerve_server.bench.inprocess import path_states
 from opticnerve_server.budgets import holds
 from opticnerve_server.claims import Item, Progress
@@ -103,11 +103,14 @@ class Queue:
         assert dropped == left
         for part in left:
             self.ledger.fail(part.item, "EXPIRED_IN_QUEUE", "")
-        self.run(list(self.engine.running.values()))
+        started = [message.numbers for message in self.said if isinstance(message, Run)]
+        assert 1 <= len(started) <= MAX_STARTED
+        assert [number for numbers in started for number in numbers] == list(self.engine.running)
+        for numbers in started:
+            self.run([self.engine.running[number] for number in numbers])
 
     def run(self, parts: list[QueuedPart]) -> None:
         calls = [self.call_of(part) for part in parts]
-        assert [message.numbers for message in self.said if isinstance(message, Run)] == [[p.number for p in parts]]
         assert len(set(calls)) == len(calls)
         if len(calls) > 1:
             for path, capacities in CAPACITIES.items():
@@ -135,7 +138,7 @@ def test_no_item_is_lost_or_run_twice(steps: list[tuple[str, object]]) -> None:
         queue.submit(0)
     while queue.ready or queue.engine.open:
         queue.take(-1)
-    queue.batcher.computed(0)
+    assert queue.engine.started == 0
     assert queue.batcher.schedule() == []
     assert not queue.plans
     assert len(set(queue.ran)) == len(queue.ran)

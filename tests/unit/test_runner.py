@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 import weakref
 from collections.abc import Mapping
@@ -154,10 +155,10 @@ def test_an_idle_device_is_asked_now_and_then(monkeypatch: pytest.MonkeyPatch) -
     house.runner.idle()
     assert house.told == []
     monkeypatch.setattr(runner, "SENTINEL_S", 0.0)
-    house.runner.busy_since = time.monotonic()
+    house.runner._begin()
     house.runner.idle()
     assert house.told == [], "a busy device is left alone"
-    house.runner.busy_since = IDLE
+    house.runner._end()
     house.runner.idle()
     assert house.told == [False]
 
@@ -196,6 +197,32 @@ def test_a_batch_that_is_split_frees_the_device_once(house: House) -> None:
     house.run_all()
     assert len(house.finished) == 4
     assert len(freed) == 1
+
+
+def test_a_batch_that_fails_behind_another_lets_that_end_first() -> None:
+    freed: list[None] = []
+    house = House(PickyTower())
+    house.runner._free = lambda: freed.append(None)
+    house.submit(*SMALL)
+    house.runner.run(house.take())
+    for poison in (False, True):
+        item = house.submit(*SMALL)
+        if poison:
+            house.pixels(item)[:] = 7
+    failing = threading.Thread(target=house.runner.run, args=[house.take()])
+    failing.start()
+    failing.join(0.1)
+    assert failing.is_alive()
+    finisher = threading.Thread(target=house.dispatcher.finish_forever)
+    finisher.start()
+    failing.join(10)
+    house.dispatcher.stop()
+    finisher.join(10)
+    assert house.failed == {2: FAILED}
+    for call in (0, 1):
+        house.check(call)
+    assert len(freed) == 2
+    assert house.runner.busy_since == IDLE
 
 
 @pytest.mark.parametrize("seed", range(6))

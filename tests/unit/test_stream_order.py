@@ -29,14 +29,16 @@ def host_writes(order: Order, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         yield
 
 
-def run_ahead(house: House, order: Order, sizes: list[list[tuple[int, int]]]) -> None:
-    """Each batch starts as soon as the one before is computed, and the half of the one before that is copied out."""
+def run_ahead(house: House, order: Order, sizes: list[list[tuple[int, int]]], *, full: bool) -> None:
+    """Each batch starts as soon as the one before is computed, or launched if all are `full`, and the half of the one
+    before that is copied out.
+    """
     flying: list[_Launched] = []
     for batch in sizes:
         for size in batch:
             house.submit(*size)
         house.fill()  # lands while the batch before is not computed
-        if flying:
+        if flying and not full:
             flying[-1].computed.synchronize()
         if len(flying) > 1:
             report(house, order, flying.pop(0))
@@ -51,7 +53,7 @@ def report(house: House, order: Order, launched: _Launched) -> None:
     launched.copied.synchronize()
     order.host()
     order.access(HOST, "judge", launched.peaks, writes=False)
-    house._finished(house.dispatcher._judge(launched))
+    house._finished(house.dispatcher._judge(launched, 0.0))
     house.dispatcher._ring_free[launched.turn].release()
 
 
@@ -66,12 +68,13 @@ BATCHES = [
 ]
 
 
+@pytest.mark.parametrize("full", [True, False])
 @pytest.mark.parametrize("use_graphs", [True, False])
-def test_no_two_launches_race(use_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_two_launches_race(use_graphs: bool, full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     house = House(use_graphs=use_graphs)
     order = house.dispatcher._streams = Order()
     with host_writes(order, monkeypatch):
-        run_ahead(house, order, BATCHES)
+        run_ahead(house, order, BATCHES, full=full)
     assert {access.stream for access in order.seen} == {HOST, "copy_in", "compute", "copy_out"}
     assert order.races == []
     for call in range(house.calls):

@@ -200,7 +200,7 @@ class InProcessEngine:
         self.batches.append(finished)
         done = [PartDone(result.part.work.number, []) for result in finished.results]
         with self._lock:
-            parts = self.batcher.done(0, Done(done, finished.taken_at, finished.execute_s, finished.copy_s))
+            parts = self.batcher.done(0, Done(done, finished.began_at, finished.execute_s, finished.copy_s))
         for part in parts:
             self.ledger.from_device(part.item, Progress(part.first_row, part.plan.tokens, []))
         self.on_finished(parts)
