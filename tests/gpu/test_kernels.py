@@ -46,24 +46,22 @@ def assert_near(mine: torch.Tensor, expected: torch.Tensor) -> None:
 @EACH
 @DTYPES
 @pytest.mark.parametrize("width", [8, 96, 1152, 5120])
-@pytest.mark.parametrize("parts", ["x", "x and delta", "x, delta and scale"])
+@pytest.mark.parametrize("shifted", [False, True], ids=["x", "x and shift"])
 @pytest.mark.parametrize("rms", [False, True], ids=["layer norm", "rms norm"])
-def test_sum_and_norm(name: str, dtype: torch.dtype, width: int, parts: str, rms: bool) -> None:
+def test_norms(name: str, dtype: torch.dtype, width: int, shifted: bool, rms: bool) -> None:
     kernels, device = implementation(name)
-    x, delta = (randn(37, width, seed=seed, device=device, dtype=dtype) * 3 + 1 for seed in (0, 1))
-    scale, weight, bias = (randn(width, seed=seed, device=device, dtype=dtype) for seed in (2, 3, 4))
-    given = (delta if "delta" in parts else None, scale if "scale" in parts else None)
-    expected = x.double()
-    if given[0] is not None:
-        expected = expected + delta.double() * (1 if given[1] is None else scale.double())
+    x = randn(37, width, seed=0, device=device, dtype=dtype) * 3 + 1
+    weight, bias = (randn(width, seed=seed, device=device, dtype=dtype) for seed in (1, 2))
+    shift = randn(width, seed=3, device=device, dtype=torch.float32) * 5 if shifted else None
+    before, exact = x.clone(), x.double() if shift is None else x.double() + shift.double()
     if rms:
-        summed, normed = kernels.add_rms_norm(x, *given, weight, 1e-6)
-        normal = expected / (expected.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+        normed = kernels.rms_norm(x, shift, weight, 1e-6)
+        expected = exact / (exact.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
     else:
-        summed, normed = kernels.add_layer_norm(x, *given, weight, bias, 1e-6)
-        normal = torch.nn.functional.layer_norm(expected, (width,), weight.double(), bias.double(), 1e-6)
-    assert_near(summed, expected)
-    assert_near(normed, normal)
+        normed = kernels.layer_norm(x, shift, weight, bias, 1e-6)
+        expected = torch.nn.functional.layer_norm(exact, (width,), weight.double(), bias.double(), 1e-6)
+    assert_near(normed, expected)
+    assert torch.equal(x, before)
 
 
 @EACH

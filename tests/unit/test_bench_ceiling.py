@@ -57,7 +57,8 @@ def test_products_are_those_of_the_configuration_over_the_rows_of_the_capacity(c
     shapes += [(rows // 4, *shape) for shape in merger]
     assert [(product.rows, *product.weight.shape) for product in products] == shapes
     assert sum(product.flops for product in products) == sum(2 * m * k * n for m, k, n in shapes)
-    assert [product.bias is None for product in products] == [True] + [False] * (len(shapes) - 1)
+    # What joins the stream is added to it instead.
+    assert [product.bias is None for product in products] == [True, *[False, True] * (2 * depth), False, False]
     stored = {block.mlp.down.weight.data_ptr() for block in built.tower.blocks}  # type: ignore[attr-defined]
     assert sum(product.weight.data_ptr() in stored for product in products) == depth
     with torch.inference_mode():

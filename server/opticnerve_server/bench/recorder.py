@@ -111,6 +111,7 @@ _ARGUMENTS: dict[Any, tuple[int, int, int | None]] = {
     torch.ops.aten.linear.default: (0, 1, 2),
     torch.ops.aten.mm.default: (0, 1, None),
     torch.ops.aten.addmm.default: (1, 2, 0),
+    torch.ops.aten.addmm_.default: (1, 2, None),
     torch.ops.aten._addmm_activation.default: (1, 2, 0),
 }
 """Where each product has its rows, its weight and its bias."""

@@ -88,8 +88,8 @@ def _switched(reference: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-add_layer_norm = _switched(plain.add_layer_norm)
-add_rms_norm = _switched(plain.add_rms_norm)
+layer_norm = _switched(plain.layer_norm)
+rms_norm = _switched(plain.rms_norm)
 rotate_ = _switched(plain.rotate_)
 gated = _switched(plain.gated)
 quick_gelu = _switched(plain.quick_gelu)

@@ -24,21 +24,16 @@ def _counted(numbers: int) -> int:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _norm(  # type: ignore[no-untyped-def]
-    x, delta, scale, weight, bias, summed, out, eps,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_SCALE: tl.constexpr, RMS: tl.constexpr,
+    x, shift, weight, bias, out, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_SHIFT: tl.constexpr, RMS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * WIDTH
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     dtype = out.dtype.element_ty
     values = tl.load(x + row + column, inside, 0).to(tl.float32)
-    if HAS_DELTA:
-        change = tl.load(delta + row + column, inside, 0).to(tl.float32)
-        if HAS_SCALE:
-            change = (change * tl.load(scale + column, inside, 0).to(tl.float32)).to(dtype).to(tl.float32)
-        rounded = (values + change).to(dtype)
-        tl.store(summed + row + column, rounded, inside)
-        values = rounded.to(tl.float32)
+    if HAS_SHIFT:
+        values += tl.load(shift + column, inside, 0)
     gain = tl.load(weight + column, inside, 0).to(tl.float32)
     if RMS:
         normal = values * tl.rsqrt(tl.sum(values * values) / WIDTH + eps)
@@ -50,53 +45,37 @@ def _norm(  # type: ignore[no-untyped-def]
     tl.store(out + row + column, result.to(dtype), inside)
 
 
-def _add_norm(
-    x: torch.Tensor,
-    delta: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _normed(
+    x: torch.Tensor, shift: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
     width = x.shape[-1]
     x = x.contiguous()
     out = torch.empty_like(x)
-    summed = x if delta is None else torch.empty_like(x)
     block = triton.next_power_of_2(width)
     _norm[(x.numel() // width,)](
         x,
-        x if delta is None else delta.contiguous(),
-        x if scale is None else scale,
+        x if shift is None else shift,
         weight,
         weight if bias is None else bias,
-        summed,
         out,
         eps,
         WIDTH=width,
         BLOCK=block,
-        HAS_DELTA=delta is not None,
-        HAS_SCALE=scale is not None,
+        HAS_SHIFT=shift is not None,
         RMS=bias is None,
         num_warps=4 if block <= 2048 else 8,
     )
-    return summed, out
+    return out
 
 
-def add_layer_norm(
-    x: torch.Tensor,
-    delta: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _add_norm(x, delta, scale, weight, bias, eps)
+def layer_norm(
+    x: torch.Tensor, shift: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> torch.Tensor:
+    return _normed(x, shift, weight, bias, eps)
 
 
-def add_rms_norm(
-    x: torch.Tensor, delta: torch.Tensor | None, scale: torch.Tensor | None, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _add_norm(x, delta, scale, weight, None, eps)
+def rms_norm(x: torch.Tensor, shift: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return _normed(x, shift, weight, None, eps)
 
 
 @triton.jit(do_not_specialize=["last", "rows", "repeat"])  # type: ignore[untyped-decorator]

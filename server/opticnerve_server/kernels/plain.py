@@ -1,7 +1,7 @@
 """The kernels in torch: the contracts, the reference, and what runs on a CPU.
 
-Tensors are contiguous unless said otherwise; `x`, `delta` and what is returned have one dtype, and sums and statistics
-are in float32.
+Tensors are contiguous unless said otherwise; `x` and what is returned have one dtype, and sums and statistics are in
+float32.
 """
 
 from __future__ import annotations
@@ -10,32 +10,23 @@ import torch
 import torch.nn.functional as F
 
 
-def add_layer_norm(
-    x: torch.Tensor,
-    delta: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum s = x + scale * delta and its LayerNorm, both [rows, width]; s is x itself without a `delta`.
-
-    Each step is rounded to the dtype of x before the next; `scale`, `weight` and `bias` are [width].
-    """
-    if delta is not None:
-        x = x + (delta if scale is None else scale * delta)
-    return x, F.layer_norm(x, weight.shape, weight, bias, eps)
+def layer_norm(
+    x: torch.Tensor, shift: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """LayerNorm of x + shift, [rows, width]; `shift` float32, `weight` and `bias` are [width]. Rounded once."""
+    parts = (weight.float(), bias.float())
+    return F.layer_norm(_shifted(x, shift), weight.shape, *parts, eps).to(x.dtype)
 
 
-def add_rms_norm(
-    x: torch.Tensor, delta: torch.Tensor | None, scale: torch.Tensor | None, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `add_layer_norm`, with an RMSNorm, which is rounded before the weight is applied."""
-    if delta is not None:
-        x = x + (delta if scale is None else scale * delta)
-    x32 = x.float()
+def rms_norm(x: torch.Tensor, shift: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm of x + shift, as `layer_norm`, rounded before the weight is applied as well."""
+    x32 = _shifted(x, shift)
     normal = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    return x, weight * normal.to(x.dtype)
+    return weight * normal.to(x.dtype)
+
+
+def _shifted(x: torch.Tensor, shift: torch.Tensor | None) -> torch.Tensor:
+    return x.float() if shift is None else x.float() + shift
 
 
 def rotate_(qkv: torch.Tensor, turns: torch.Tensor, cu: torch.Tensor | None = None) -> None:

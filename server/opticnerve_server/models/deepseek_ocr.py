@@ -24,7 +24,7 @@ from .base import PIXELS, BufferSpec
 from .config import ModelError
 from .crops import SAM_PATCH, DeepseekOcrPlanner
 from .dense import attend, resized_square
-from .layers import LayerNorm, Linear
+from .layers import LayerNorm, Linear, Stream
 from .presets import PROCESSORS
 from .processor import ProcessorError, read_channels
 from .two_path import GLOBAL, LOCAL
@@ -160,26 +160,34 @@ def resized_line(table: torch.Tensor, length: int) -> torch.Tensor:
 class SamBlock:
     """Pre-norm attention, in windows or over all patches, and MLP."""
 
-    def __init__(self, source: TensorSource, name: str, config: DeepseekOcrConfig, whole: bool, sides: Sequence[int]):
+    def __init__(
+        self,
+        source: TensorSource,
+        name: str,
+        config: DeepseekOcrConfig,
+        whole: bool,
+        sides: Sequence[int],
+        stream: Stream,
+    ) -> None:
         width, self.heads, self.whole = config.sam_width, config.sam_heads, whole
         table = 2 * (config.sam_side if whole else WINDOW) - 1
-        self.norm1 = LayerNorm.take(source, f"{name}.norm1", width, eps=1e-6)
+        self.norm1 = stream.read_by(LayerNorm.take(source, f"{name}.norm1", width, eps=1e-6))
         self.qkv = Linear.take(source, f"{name}.attn.qkv", width, 3 * width)
-        self.out = Linear.take(source, f"{name}.attn.proj", width, width)
-        self.norm2 = LayerNorm.take(source, f"{name}.norm2", width, eps=1e-6)
+        self.out = stream.joined_by(Linear.take(source, f"{name}.attn.proj", width, width))
+        self.norm2 = stream.read_by(LayerNorm.take(source, f"{name}.norm2", width, eps=1e-6))
         self.fc1 = Linear.take(source, f"{name}.mlp.lin1", width, MLP_RATIO * width)
-        self.fc2 = Linear.take(source, f"{name}.mlp.lin2", MLP_RATIO * width, width)
+        self.fc2 = stream.joined_by(Linear.take(source, f"{name}.mlp.lin2", MLP_RATIO * width, width))
         by_h, by_w = (source.take(f"{name}.attn.rel_pos_{axis}", table, config.head_dim) for axis in "hw")
         self.relative = {
             side: RelativePositions(resized_line(by_h, 2 * side - 1), resized_line(by_w, 2 * side - 1), side)
             for side in (sides if whole else [WINDOW])
         }
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [n, side, side, width]."""
+    def __call__(self, x: torch.Tensor) -> None:
+        """Add to `x` [n, side, side, width] where it lies."""
         normed = self.norm1(x)
-        x, y = self.norm2.after(x, self._attend(normed) if self.whole else self._in_windows(normed))
-        return x + self.fc2(F.gelu(self.fc1(y)))
+        self.out.onto(x, self._attend(normed) if self.whole else self._in_windows(normed))
+        self.fc2.onto(x, F.gelu(self.fc1(self.norm2(x))))
 
     def _in_windows(self, x: torch.Tensor) -> torch.Tensor:
         """Zeros fill the last windows; they are keys like any other, as officially."""
@@ -202,7 +210,7 @@ class SamBlock:
         head, wide = v.shape[-1], -(-q.shape[-1] // 8) * 8
         q, k, v = (F.pad(part, (0, wide - part.shape[-1])) for part in (q, k, v))
         attended = F.scaled_dot_product_attention(q, k, v, scale=1.0)[..., :head]
-        return self.out(attended.transpose(1, 2).reshape(n, side, side, width))
+        return attended.transpose(1, 2).reshape(n, side, side, width)
 
 
 class Sam:
@@ -216,10 +224,12 @@ class Sam:
         self.patch_embed = Linear(weight.permute(0, 2, 3, 1).reshape(width, -1).contiguous(), bias)
         table = source.take("sam_model.pos_embed", 1, config.sam_side, config.sam_side, width)[0]
         self.positions = {side: resized_square(table, side) for side in sides}
+        stream = Stream()
         self.blocks = [
-            SamBlock(source, f"sam_model.blocks.{i}", config, i in config.sam_global, sides)
+            SamBlock(source, f"sam_model.blocks.{i}", config, i in config.sam_global, sides, stream)
             for i in range(config.sam_layers)
         ]
+        self.stream = stream
         self.neck1 = source.take("sam_model.neck.0.weight", NECK, width, 1, 1)
         self.norm1 = LayerNorm.take(source, "sam_model.neck.1", NECK, eps=1e-6)
         self.neck2 = source.take("sam_model.neck.2.weight", NECK, NECK, 3, 3)
@@ -231,8 +241,8 @@ class Sam:
         """Normalised patches [n, side, side, 16 x 16 x 3]."""
         x = self.patch_embed(patches) + self.positions[patches.shape[1]]
         for block in self.blocks:
-            x = block(x)
-        x = self.norm1(F.linear(x, self.neck1.flatten(1)))
+            block(x)
+        x = self.norm1(F.linear(self.stream.settled(x), self.neck1.flatten(1)))
         x = self.norm2(F.conv2d(x.permute(0, 3, 1, 2), self.neck2, padding=1).permute(0, 2, 3, 1))
         x = F.conv2d(x.permute(0, 3, 1, 2), self.down1, stride=2, padding=1)
         return F.conv2d(x, self.down2, stride=2, padding=1).permute(0, 2, 3, 1)
@@ -241,19 +251,19 @@ class Sam:
 class ClipBlock:
     """Pre-norm attention and MLP."""
 
-    def __init__(self, source: TensorSource, name: str, config: DeepseekOcrConfig) -> None:
+    def __init__(self, source: TensorSource, name: str, config: DeepseekOcrConfig, stream: Stream) -> None:
         width, self.heads = config.clip_width, config.clip_heads
-        self.norm1 = LayerNorm.take(source, f"{name}.layer_norm1", width, eps=1e-5)
+        self.norm1 = stream.read_by(LayerNorm.take(source, f"{name}.layer_norm1", width, eps=1e-5))
         self.qkv = Linear.take(source, f"{name}.self_attn.qkv_proj", width, 3 * width)
-        self.out = Linear.take(source, f"{name}.self_attn.out_proj", width, width)
-        self.norm2 = LayerNorm.take(source, f"{name}.layer_norm2", width, eps=1e-5)
+        self.out = stream.joined_by(Linear.take(source, f"{name}.self_attn.out_proj", width, width))
+        self.norm2 = stream.read_by(LayerNorm.take(source, f"{name}.layer_norm2", width, eps=1e-5))
         self.fc1 = Linear.take(source, f"{name}.mlp.fc1", width, MLP_RATIO * width)
-        self.fc2 = Linear.take(source, f"{name}.mlp.fc2", MLP_RATIO * width, width)
+        self.fc2 = stream.joined_by(Linear.take(source, f"{name}.mlp.fc2", MLP_RATIO * width, width))
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [n, rows, width]."""
-        x, y = self.norm2.after(x, self.out(attend(self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)))))
-        return x + self.fc2(kernels.quick_gelu(self.fc1(y)))
+    def __call__(self, x: torch.Tensor) -> None:
+        """Add to `x` [n, rows, width] where it lies."""
+        self.out.onto(x, attend(self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1))))
+        self.fc2.onto(x, kernels.quick_gelu(self.fc1(self.norm2(x))))
 
 
 class DeepseekOcrTower:
@@ -285,7 +295,9 @@ class DeepseekOcrTower:
         self.positions = {tokens: resized_square(square, tokens).flatten(0, 1) for tokens in self.token_sides.values()}
         self.norm_before = LayerNorm.take(source, "vision_model.pre_layrnorm", width, eps=1e-5)
         layers = "vision_model.transformer.layers"
-        self.blocks = [ClipBlock(source, f"{layers}.{i}", config) for i in range(config.clip_layers)]
+        stream = Stream()
+        self.blocks = [ClipBlock(source, f"{layers}.{i}", config, stream) for i in range(config.clip_layers)]
+        self.stream = stream
         self.projector = Linear.take(source, "projector.layers", 2 * width, config.out_hidden_size)
         rows = [source.take(name, config.out_hidden_size) for name in ("image_newline", "view_seperator")]
         self.constant_rows = torch.stack(rows)
@@ -331,8 +343,8 @@ class DeepseekOcrTower:
         rows = torch.cat([self.class_row.expand(views, 1, -1), seen + self.positions[self.token_sides[path]]], dim=1)
         x = self.norm_before(rows)
         for block in self.blocks:
-            x = block(x)
-        return self.projector(torch.cat([x[:, 1:], seen], dim=-1)).flatten(0, 1)
+            block(x)
+        return self.projector(torch.cat([self.stream.settled(x)[:, 1:], seen], dim=-1)).flatten(0, 1)
 
     def gather_index(self, parts: Sequence[ItemPlan], lines: Mapping[str, int]) -> npt.NDArray[np.int32]:
         """See `base.Tower.gather_index`: the lines of the crops as one picture, the whole view, the separator."""

@@ -21,7 +21,7 @@ from .base import BufferSpec
 from .config import GridConfig, ModelError, read_grid_config
 from .grid import GridPlanner
 from .grid_tower import Array, GridTower
-from .layers import LayerNorm, Linear, PatchEmbed, RMSNorm, Rope, Segments, through
+from .layers import LayerNorm, Linear, PatchEmbed, RMSNorm, Rope, Segments, Stream
 from .processor import COMMON, ProcessorClass
 from .qwen2_vl import Block
 from .weights import TensorSource
@@ -106,10 +106,11 @@ class Ernie45VLTower(GridTower):
         width, inner, heads, eps = config.hidden_size, config.intermediate_size, config.num_heads, config.rms_norm_eps
         self.patch_embed = PatchEmbed(source, planner, width, bias=False, flat=True)
         self.rope = Rope(config.head_dim, config.rope_theta, source.device)
+        stream = Stream()
         self.blocks = [
-            Block.take(source, f"blocks.{i}", width, inner, heads, backend, eps) for i in range(config.depth)
+            Block.take(source, f"blocks.{i}", width, inner, heads, backend, stream, eps) for i in range(config.depth)
         ]
-        self.norm = LayerNorm.take(source, "ln", width, eps)
+        self.norm = stream.read_by(LayerNorm.take(source, "ln", width, eps))
         self.merged_size = merged = config.merged_size
         self.spatial = Stage.take(source, "resampler_model.spatial_linear", merged, merged, eps)
         self.temporal = Stage.take(source, "resampler_model.temporal_linear", FOLD * merged, merged, eps)
@@ -151,8 +152,9 @@ class Ernie45VLTower(GridTower):
         x = self.patch_embed(buffers)
         turns = self.rope.turns(buffers["position"])
         segments = Segments(buffers["cu_frames"], capacity.longest)
-        x, delta = through(self.blocks, x, turns, segments)
-        units = self.spatial(self.norm.after(x, delta)[1].view(-1, self.merged_size))
+        for block in self.blocks:
+            block(x, turns, segments)
+        units = self.spatial(self.norm(x).view(-1, self.merged_size))
         folded = torch.cat([units, units.index_select(0, buffers["partner"])], dim=-1)
         return self.out_norm(self.proj(self.temporal(folded)))
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from ..attention.base import AttentionBackend
 from ..types import Capacity, Layout
 from .config import ModelError, read_grid_config
-from .layers import LayerNorm, Linear, Segments, through
+from .layers import LayerNorm, Linear, Segments, Stream
 from .processor import BILINEAR, PLAIN, ProcessorClass, ProcessorError, read_channels, read_settings, require
 from .resize import torch_bilinear
 from .siglip import Block
@@ -141,10 +141,9 @@ class Gemma3Tower(TileTower):
         width = config.hidden_size
         self.patch_embed = patch_linear(source, "embeddings.patch_embedding", config)
         self.positions = source.take("embeddings.position_embedding.weight", config.grid_side**2, width)
-        self.blocks = [
-            Block(source, f"encoder.layers.{i}", config, config.layer_norm_eps, backend) for i in range(config.depth)
-        ]
-        self.norm = LayerNorm.take(source, "post_layernorm", width, config.layer_norm_eps)
+        stream, eps = Stream(), config.layer_norm_eps
+        self.blocks = [Block(source, f"encoder.layers.{i}", config, eps, backend, stream) for i in range(config.depth)]
+        self.norm = stream.read_by(LayerNorm.take(source, "post_layernorm", width, eps))
         self.out_norm = SoftEmbeddingNorm.take(source, "projector.mm_soft_emb_norm", width, config.layer_norm_eps)
         stored = source.take("projector.mm_input_projection_weight", width, config.out_hidden_size)
         self.out = Linear(stored.T.contiguous(), None)
@@ -190,15 +189,10 @@ class Gemma3Tower(TileTower):
         x = self.patch_embed(self.tile_patches(buffers["pixels"], self.dtype))
         x = (x.view(capacity.units, -1, x.shape[1]) + self.positions).flatten(0, 1)
         segments = Segments(buffers["cu_tiles"], planner.paths[path].rows_per_unit)
-        x, delta = through(self.blocks, x, segments)
+        for block in self.blocks:
+            block(x, segments)
         side, merge = planner.grid_side // planner.merge, planner.merge
-        cells = (
-            self.norm.after(x, delta)[1]
-            .view(capacity.units, side, merge, side, merge, -1)
-            .float()
-            .mean((2, 4))
-            .to(self.dtype)
-        )
+        cells = self.norm(x).view(capacity.units, side, merge, side, merge, -1).float().mean((2, 4)).to(self.dtype)
         return self.out(self.out_norm(cells.flatten(0, 2)))
 
 

@@ -17,7 +17,7 @@ from ..types import Capacity
 from .config import GridConfig, ModelError
 from .grid import ClipResize, GridPlanner
 from .grid_tower import Frame, GridTower
-from .layers import LayerNorm, Linear, PatchEmbed, RMSNorm, Rope, Segments, SelfAttention, SwiGLU, through
+from .layers import LayerNorm, Linear, PatchEmbed, RMSNorm, Rope, Segments, SelfAttention, Stream, SwiGLU
 from .processor import COMMON, ProcessorClass
 from .table import TablePositions
 from .weights import TensorSource
@@ -66,25 +66,23 @@ class Block:
     mlp: SwiGLU
 
     @classmethod
-    def take(cls, source: TensorSource, name: str, config: Glm4vConfig, backend: AttentionBackend) -> Self:
-        width, eps = config.hidden_size, config.rms_norm_eps
-        attention = SelfAttention.take(
-            source, f"{name}.attn", width, config.num_heads, backend, qkv_bias=config.attention_bias, proj_bias=False
-        )
+    def take(
+        cls, source: TensorSource, name: str, config: Glm4vConfig, backend: AttentionBackend, stream: Stream
+    ) -> Self:
+        width, eps, biases = config.hidden_size, config.rms_norm_eps, {"qkv_bias": config.attention_bias}
         return cls(
-            norm1=RMSNorm.take(source, f"{name}.norm1", width, eps),
-            attention=attention,
-            norm2=RMSNorm.take(source, f"{name}.norm2", width, eps),
-            mlp=SwiGLU.take(source, f"{name}.mlp", width, config.out_hidden_size, bias=False),
+            norm1=stream.read_by(RMSNorm.take(source, f"{name}.norm1", width, eps)),
+            attention=SelfAttention.take(
+                source, f"{name}.attn", width, config.num_heads, backend, stream, **biases, proj_bias=False
+            ),
+            norm2=stream.read_by(RMSNorm.take(source, f"{name}.norm2", width, eps)),
+            mlp=SwiGLU.take(source, f"{name}.mlp", width, config.out_hidden_size, bias=False, stream=stream),
         )
 
-    def __call__(
-        self, x: torch.Tensor, delta: torch.Tensor | None, turns: torch.Tensor, segments: Segments
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `layers.through`."""
-        x, y = self.norm1.after(x, delta)
-        x, y = self.norm2.after(x, self.attention(y, turns, segments))
-        return x, self.mlp(y)
+    def __call__(self, x: torch.Tensor, turns: torch.Tensor, segments: Segments) -> None:
+        """Add to `x` where it lies."""
+        self.attention.onto(x, self.norm1(x), turns, segments)
+        self.mlp.onto(x, self.norm2(x))
 
 
 class Merger:
@@ -123,8 +121,9 @@ class Glm4vTower(GridTower):
         self.positions = TablePositions(source.take("embeddings.position_embedding.weight", side**2, width), side)
         self.row_buffers = {**self.row_buffers, **self.positions.row_buffers}
         self.rope = Rope(config.head_dim, config.rope_theta, source.device)
-        self.blocks = [Block.take(source, f"blocks.{i}", config, backend) for i in range(config.depth)]
-        self.norm = RMSNorm.take(source, "post_layernorm", width, eps)
+        stream = Stream()
+        self.blocks = [Block.take(source, f"blocks.{i}", config, backend, stream) for i in range(config.depth)]
+        self.norm = stream.read_by(RMSNorm.take(source, "post_layernorm", width, eps))
         self.merger = Merger(source, config)
 
     def frame(self, h: int, w: int) -> Frame:
@@ -138,5 +137,6 @@ class Glm4vTower(GridTower):
         x = self.positions(x, buffers)
         turns = self.rope.turns(buffers["position"])
         segments = Segments(buffers["cu_frames"], capacity.longest)
-        x, delta = through(self.blocks, x, turns, segments)
-        return self.merger(self.norm.after(x, delta)[1])
+        for block in self.blocks:
+            block(x, turns, segments)
+        return self.merger(self.norm(x))

@@ -20,7 +20,7 @@ from ..attention.base import AttentionBackend
 from ..types import Capacity, Layout
 from .clip import OneTileEach, SampledClips
 from .config import ModelError, read_grid_config
-from .layers import LayerNorm, Linear, RMSNorm, Segments
+from .layers import LayerNorm, Linear, RMSNorm, Segments, Stream
 from .processor import PLAIN, ProcessorClass, ProcessorError, read_channels, read_settings, require
 from .resize import pillow_bicubic, torch_bicubic
 from .sampling import FrameSampler, SamplingSettings, internvl_chat
@@ -187,13 +187,19 @@ class Block:
     """Residual attention and MLP, each normalised before and scaled behind."""
 
     def __init__(
-        self, source: TensorSource, name: str, config: InternVLConfig, names: Names, backend: AttentionBackend
+        self,
+        source: TensorSource,
+        name: str,
+        config: InternVLConfig,
+        names: Names,
+        backend: AttentionBackend,
+        stream: Stream,
     ) -> None:
         width, inner, attention = config.hidden_size, config.intermediate_size, f"{name}.{names.attention}"
         self.heads, self.backend = config.num_heads, backend
-        norm = NORMS[config.norm_type]
-        self.norm1, self.norm2 = (norm(source, f"{name}.{part}", width, config.layer_norm_eps) for part in names.norms)
-        self.scale1, self.scale2 = (source.take(f"{name}.{part}", width) for part in names.scales)
+        norm, eps, (norm1, norm2) = NORMS[config.norm_type], config.layer_norm_eps, names.norms
+        scale1, scale2 = (source.take(f"{name}.{part}", width) for part in names.scales)
+        self.norm1 = stream.read_by(norm(source, f"{name}.{norm1}", width, eps))
         outputs = 3 * width // len(names.qkv)
         self.qkv = Linear.joined(
             Linear.take(source, f"{attention}.{part}", width, outputs, bias=config.attention_bias) for part in names.qkv
@@ -202,13 +208,15 @@ class Block:
         if config.use_qk_norm:
             eps = config.qk_norm_eps
             self.qk_norms = tuple(RMSNorm.take(source, f"{attention}.{part}_norm", width, eps) for part in "qk")
-        self.out = Linear.take(source, f"{attention}.{names.out}", width, width)
+        self.out = stream.joined_by(Linear.take(source, f"{attention}.{names.out}", width, width), scale1)
+        self.norm2 = stream.read_by(norm(source, f"{name}.{norm2}", width, eps))
         self.fc1 = Linear.take(source, f"{name}.mlp.fc1", width, inner)
-        self.fc2 = Linear.take(source, f"{name}.mlp.fc2", inner, width)
+        self.fc2 = stream.joined_by(Linear.take(source, f"{name}.mlp.fc2", inner, width), scale2)
 
-    def __call__(self, x: torch.Tensor, segments: Segments) -> torch.Tensor:
-        x, y = self.norm2.after(x, self._attend(self.norm1(x), segments), self.scale1)
-        return torch.addcmul(x, self.scale2, self.fc2(F.gelu(self.fc1(y))))
+    def __call__(self, x: torch.Tensor, segments: Segments) -> None:
+        """Add to `x` where it lies."""
+        self.out.onto(x, self._attend(self.norm1(x), segments))
+        self.fc2.onto(x, F.gelu(self.fc1(self.norm2(x))))
 
     def _attend(self, x: torch.Tensor, segments: Segments) -> torch.Tensor:
         q, k, v = self.qkv(x).chunk(3, dim=1)
@@ -217,7 +225,7 @@ class Block:
         q, k, v = (part.view(len(x), self.heads, -1) for part in (q, k, v))
         cu, longest = segments.cu, segments.longest
         kernels.clear_tail_(cu, v)
-        return self.out(self.backend.attend(q, k, v, cu, cu, longest, longest, len(x)).flatten(1))
+        return self.backend.attend(q, k, v, cu, cu, longest, longest, len(x)).flatten(1)
 
 
 class InternVLTower(TileTower):
@@ -247,10 +255,14 @@ class InternVLTower(TileTower):
         self.class_row = source.take(names.first, 1, 1, width) + positions[:, :1]
         self.positions = positions[:, 1:]
         self.patch_embed = patch_linear(source, names.patches, config)
-        blocks = [Block(source, f"{names.blocks}.{i}", config, names, backend) for i in range(config.depth)]
-        self.blocks = blocks[: config.layers_used]
+        stream, unused = Stream(), Stream()
+        self.blocks = [
+            Block(source, f"{names.blocks}.{i}", config, names, backend, stream) for i in range(config.layers_used)
+        ]
+        for i in range(config.layers_used, config.depth):
+            Block(source, f"{names.blocks}.{i}", config, names, backend, unused)
         norm, first, second = (f"projector.{part}" for part in names.projector)
-        self.out_norm = LayerNorm.take(source, norm, config.merged_size, eps=1e-5)
+        self.out_norm = stream.read_by(LayerNorm.take(source, norm, config.merged_size, eps=1e-5))
         self.fc1 = Linear.take(source, first, config.merged_size, out)
         self.fc2 = Linear.take(source, second, out, out)
 
@@ -289,7 +301,7 @@ class InternVLTower(TileTower):
         x = torch.cat([self.class_row.expand(tiles, -1, -1), patches], dim=1).flatten(0, 1)
         segments = Segments(buffers["cu_tiles"], self.planner.paths[path].rows_per_unit)
         for block in self.blocks:
-            x = block(x, segments)
+            block(x, segments)
         cells = self.shuffled(x.view(tiles, -1, x.shape[1])[:, 1:])
         return self.fc2(F.gelu(self.fc1(self.out_norm(cells))))
 

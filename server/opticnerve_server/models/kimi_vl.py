@@ -23,7 +23,7 @@ from .base import PlanError
 from .config import GridConfig, ModelError, read_grid_config
 from .grid import GridPlanner
 from .grid_tower import Frame, GridTower
-from .layers import GeluMLP, LayerNorm, Linear, PatchEmbed, Rope, Segments, through
+from .layers import GeluMLP, LayerNorm, Linear, PatchEmbed, Rope, Segments, Stream
 from .patches import RasterFormat
 from .processor import PLAIN, ProcessorClass, ProcessorError, read_channels, read_settings, require
 from .resize import pillow_bicubic
@@ -126,26 +126,25 @@ class NativeSize:
 class Block:
     """Pre-norm residual attention and MLP."""
 
-    def __init__(self, source: TensorSource, name: str, config: KimiVLConfig, backend: AttentionBackend) -> None:
+    def __init__(
+        self, source: TensorSource, name: str, config: KimiVLConfig, backend: AttentionBackend, stream: Stream
+    ) -> None:
         width, layers = config.hidden_size, (f"{name}.mlp.fc0", f"{name}.mlp.fc1")
         self.heads, self.backend = config.num_heads, backend
-        self.norm0 = LayerNorm.take(source, f"{name}.norm0", width, eps=1e-5)
+        self.norm0 = stream.read_by(LayerNorm.take(source, f"{name}.norm0", width, eps=1e-5))
         self.qkv = Linear.take(source, f"{name}.wqkv", width, 3 * width)
-        self.out = Linear.take(source, f"{name}.wo", width, width)
-        self.norm1 = LayerNorm.take(source, f"{name}.norm1", width, eps=1e-5)
-        self.mlp = GeluMLP.take(source, layers, width, config.intermediate_size)
+        self.out = stream.joined_by(Linear.take(source, f"{name}.wo", width, width))
+        self.norm1 = stream.read_by(LayerNorm.take(source, f"{name}.norm1", width, eps=1e-5))
+        self.mlp = GeluMLP.take(source, layers, width, config.intermediate_size, stream)
 
-    def __call__(
-        self, x: torch.Tensor, delta: torch.Tensor | None, turns: torch.Tensor, segments: Segments
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `layers.through`."""
+    def __call__(self, x: torch.Tensor, turns: torch.Tensor, segments: Segments) -> None:
+        """Add to `x` where it lies."""
         rows, (cu, longest) = x.shape[0], (segments.cu, segments.longest)
-        x, y = self.norm0.after(x, delta)
-        qkv = self.qkv(y).view(rows, 3, self.heads, -1)
+        qkv = self.qkv(self.norm0(x)).view(rows, 3, self.heads, -1)
         kernels.rotate_(qkv, turns, cu)
         q, k, v = qkv.unbind(1)
-        x, y = self.norm1.after(x, self.out(self.backend.attend(q, k, v, cu, cu, longest, longest, rows).flatten(1)))
-        return x, self.mlp(y)
+        self.out.onto(x, self.backend.attend(q, k, v, cu, cu, longest, longest, rows).flatten(1))
+        self.mlp.onto(x, self.norm1(x))
 
 
 class KimiVLTower(GridTower):
@@ -166,8 +165,9 @@ class KimiVLTower(GridTower):
         self.positions = TablePositions(table.flatten(0, 1), side)
         self.row_buffers = {**self.row_buffers, **self.positions.row_buffers}
         self.rope = Rope(config.head_dim, config.rope_theta, source.device)
-        self.blocks = [Block(source, f"encoder.blocks.{i}", config, backend) for i in range(config.depth)]
-        self.norm = LayerNorm.take(source, "encoder.final_layernorm", width, eps=1e-5)
+        stream = Stream()
+        self.blocks = [Block(source, f"encoder.blocks.{i}", config, backend, stream) for i in range(config.depth)]
+        self.norm = stream.read_by(LayerNorm.take(source, "encoder.final_layernorm", width, eps=1e-5))
         self.out_norm = LayerNorm.take(source, "projector.pre_norm", width, eps=1e-5)
         self.fc1 = Linear.take(source, "projector.linear_1", merged, merged)
         self.fc2 = Linear.take(source, "projector.linear_2", merged, config.out_hidden_size)
@@ -221,8 +221,9 @@ class KimiVLTower(GridTower):
         x = self.positions(x, buffers)
         turns = self._turns(buffers["position"])
         segments = Segments(buffers["cu_frames"], capacity.longest)
-        x, delta = through(self.blocks, x, turns, segments)
-        tokens = self.out_norm(self.norm.after(x, delta)[1]).view(-1, self.fc1.weight.shape[1])
+        for block in self.blocks:
+            block(x, turns, segments)
+        tokens = self.out_norm(self.norm(x)).view(-1, self.fc1.weight.shape[1])
         return self.fc2(F.gelu(self.fc1(tokens)))
 
     def _turns(self, position: torch.Tensor) -> torch.Tensor:

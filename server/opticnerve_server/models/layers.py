@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from dataclasses import dataclass, replace
+from typing import Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +48,11 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
 
+    def onto(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """x += y W^T where x [..., outputs] lies, rounded once; of a layer that `Stream.joined_by` returned."""
+        assert self.bias is None
+        x.view(-1, x.shape[-1]).addmm_(y.flatten(0, -2), self.weight.t())
+
     def gelu(self, x: torch.Tensor) -> torch.Tensor:
         """GELU, by its tanh formula, of the layer's output; the layer has a bias."""
         assert self.bias is not None
@@ -56,45 +61,70 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class LayerNorm:
-    """LayerNorm over the last axis, statistics in float32."""
+    """LayerNorm over the last axis of x + shift, statistics in float32."""
 
     weight: torch.Tensor
     bias: torch.Tensor
     eps: float = 1e-6
+    shift: torch.Tensor | None = None  # float32, by `Stream.read_by`
 
     @classmethod
     def take(cls, source: TensorSource, name: str, size: int, eps: float = 1e-6) -> Self:
         return cls(source.take(f"{name}.weight", size), source.take(f"{name}.bias", size), eps)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.after(x, None)[1]
-
-    def after(
-        self, x: torch.Tensor, delta: torch.Tensor | None, scale: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual sum x + scale * delta, and its norm, in one pass."""
-        return kernels.add_layer_norm(x, delta, scale, self.weight, self.bias, self.eps)
+        return kernels.layer_norm(x, self.shift, self.weight, self.bias, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
 class RMSNorm:
-    """RMSNorm over the last axis: statistics in float32, rounded to x's dtype before the weight is applied."""
+    """RMSNorm over the last axis of x + shift: statistics in float32, rounded to x's dtype before the weight."""
 
     weight: torch.Tensor
     eps: float = 1e-6
+    shift: torch.Tensor | None = None  # float32, by `Stream.read_by`
 
     @classmethod
     def take(cls, source: TensorSource, name: str, size: int, eps: float = 1e-6) -> Self:
         return cls(source.take(f"{name}.weight", size), eps)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.after(x, None)[1]
+        return kernels.rms_norm(x, self.shift, self.weight, self.eps)
 
-    def after(
-        self, x: torch.Tensor, delta: torch.Tensor | None, scale: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual sum x + scale * delta, and its norm, in one pass."""
-        return kernels.add_rms_norm(x, delta, scale, self.weight, self.eps)
+
+Norm = TypeVar("Norm", bound=LayerNorm | RMSNorm)
+
+
+class Stream:
+    """The residual stream x [rows, width] of a tower, while its weights are read in the order in which they run.
+
+    A product adds to x where it lies: its epilogue reads and writes x once, and nothing else passes over it. That
+    epilogue has no bias, so x lacks the biases of all layers that have joined it: `lacking`, one row, which the norms
+    that read x add.
+    """
+
+    def __init__(self) -> None:
+        self.lacking: torch.Tensor | None = None  # float32 [width]
+
+    def joined_by(self, layer: Linear, scale: torch.Tensor | None = None) -> Linear:
+        """The next layer whose outputs, times `scale` [width], are added to x: for `Linear.onto`."""
+        weight, bias = layer.weight, layer.bias
+        if scale is not None:
+            weight = (scale.float()[:, None] * weight).to(weight.dtype)
+        if bias is not None:
+            bias = bias.float() if scale is None else scale.float() * bias
+            self.lacking = bias if self.lacking is None else self.lacking + bias
+        return Linear(weight, None)
+
+    def read_by(self, norm: Norm) -> Norm:
+        """The next norm that reads x, some of its rows side by side if it is wider."""
+        if self.lacking is None:
+            return norm
+        return replace(norm, shift=self.lacking.repeat(len(norm.weight) // len(self.lacking)))
+
+    def settled(self, x: torch.Tensor) -> torch.Tensor:
+        """x with all that it lacks, for what reads it behind the last layer and is no norm."""
+        return x if self.lacking is None else (x + self.lacking).to(x.dtype)
 
 
 class Rope:
@@ -135,7 +165,7 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class SelfAttention:
-    """Multi-head attention within segments, with a fused qkv projection [3 x heads x head_dim, width]."""
+    """Multi-head attention within segments, whose output joins a stream; qkv is one [3 x heads x head_dim, width]."""
 
     qkv: Linear
     proj: Linear
@@ -150,6 +180,7 @@ class SelfAttention:
         width: int,
         heads: int,
         backend: AttentionBackend,
+        stream: Stream,
         *,
         qkv_bias: bool = True,
         proj_bias: bool = True,
@@ -158,15 +189,17 @@ class SelfAttention:
         qkv = Linear(
             _qk_paired(stored.weight, heads), stored.bias if stored.bias is None else _qk_paired(stored.bias, heads)
         )
-        return cls(qkv, Linear.take(source, f"{name}.proj", width, width, bias=proj_bias), heads, backend)
+        proj = stream.joined_by(Linear.take(source, f"{name}.proj", width, width, bias=proj_bias))
+        return cls(qkv, proj, heads, backend)
 
-    def __call__(self, x: torch.Tensor, turns: torch.Tensor, segments: Segments) -> torch.Tensor:
+    def onto(self, x: torch.Tensor, y: torch.Tensor, turns: torch.Tensor, segments: Segments) -> None:
+        """Add the attention of `y`, the norm of `x`, to `x` where it lies."""
         rows = x.shape[0]
-        qkv_r3hd = self.qkv(x).view(rows, 3, self.heads, -1)
+        qkv_r3hd = self.qkv(y).view(rows, 3, self.heads, -1)
         cu, longest = segments.cu, segments.longest
         kernels.rotate_(qkv_r3hd, turns, cu)
         q, k, v = qkv_r3hd.unbind(1)
-        return self.proj(self.backend.attend(q, k, v, cu, cu, longest, longest, rows).flatten(1))
+        self.proj.onto(x, self.backend.attend(q, k, v, cu, cu, longest, longest, rows).flatten(1))
 
 
 INNER_ALIGNMENT = 64
@@ -182,21 +215,22 @@ def _aligned(inner: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GeluMLP:
-    """fc2(gelu(fc1(x))), GELU by its tanh formula."""
+    """fc2(gelu(fc1(x))), GELU by its tanh formula; its output joins a stream."""
 
     fc1: Linear
     fc2: Linear
 
     @classmethod
-    def take(cls, source: TensorSource, names: tuple[str, str], width: int, inner: int) -> Self:
+    def take(cls, source: TensorSource, names: tuple[str, str], width: int, inner: int, stream: Stream) -> Self:
         first, second = names
         return cls(
             Linear.take(source, first, width, inner).padded(outputs=_aligned(inner)),
-            Linear.take(source, second, inner, width).padded(inputs=_aligned(inner)),
+            stream.joined_by(Linear.take(source, second, inner, width).padded(inputs=_aligned(inner))),
         )
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc2(self.fc1.gelu(x))
+    def onto(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Add the output for `y`, the norm of `x`, to `x` where it lies."""
+        self.fc2.onto(x, self.fc1.gelu(y))
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,39 +241,30 @@ class SwiGLU:
     down: Linear
 
     @classmethod
-    def take(cls, source: TensorSource, name: str, width: int, inner: int, *, bias: bool) -> Self:
+    def take(
+        cls, source: TensorSource, name: str, width: int, inner: int, *, bias: bool, stream: Stream | None = None
+    ) -> Self:
+        """With a `stream`, which its output joins, for `onto`."""
         aligned = _aligned(inner)
         stored = (Linear.take(source, f"{name}.{part}_proj", width, inner, bias=bias) for part in ("gate", "up"))
         down = Linear.take(source, f"{name}.down_proj", inner, width, bias=bias).padded(inputs=aligned)
-        return cls(Linear.joined(layer.padded(outputs=aligned) for layer in stored), down)
+        gate_up = Linear.joined(layer.padded(outputs=aligned) for layer in stored)
+        return cls(gate_up, down if stream is None else stream.joined_by(down))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(kernels.gated(self.gate_up(x), self.down.weight.shape[1]))
+        return self.down(self._gated(x))
+
+    def onto(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Add the output for `y`, the norm of `x`, to `x` where it lies."""
+        self.down.onto(x, self._gated(y))
+
+    def _gated(self, x: torch.Tensor) -> torch.Tensor:
+        return kernels.gated(self.gate_up(x), self.down.weight.shape[1])
 
 
 def _qk_paired(qkv: torch.Tensor, heads: int) -> torch.Tensor:
     q, k, v = qkv.chunk(3)
     return torch.cat([paired(q, heads), paired(k, heads), v])
-
-
-class ResidualBlock(Protocol):
-    """A block of a tower whose residual sum is made together with the norm behind it."""
-
-    def __call__(
-        self, x: torch.Tensor, delta: torch.Tensor | None, *places: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
-def through(blocks: Iterable[ResidualBlock], x: torch.Tensor, *places: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`x` [rows, width] through all blocks; `places` are what each is told besides.
-
-    A block takes (x, delta), which together are the stream x + delta, and returns such a pair: its last sum is left to
-    the norm that follows.
-    """
-    delta = None
-    for block in blocks:
-        x, delta = block(x, delta, *places)
-    return x, delta
 
 
 class PatchLevels:

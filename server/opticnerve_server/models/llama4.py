@@ -18,7 +18,7 @@ from ..attention.base import AttentionBackend
 from ..types import Capacity, Layout
 from .canvas import BestCanvas
 from .config import GridConfig, ModelError, read_grid_config
-from .layers import LayerNorm, Linear, Rope, Segments, through
+from .layers import LayerNorm, Linear, Rope, Segments, Stream
 from .processor import BILINEAR, PLAIN, ProcessorClass, ProcessorError, read_channels, read_settings, require
 from .resize import torch_bilinear
 from .tile_tower import TileConfig, TileTower, patch_linear
@@ -79,27 +79,26 @@ class Llama4Config(TileConfig):
 class Block:
     """Pre-norm residual attention and MLP."""
 
-    def __init__(self, source: TensorSource, name: str, config: Llama4Config, backend: AttentionBackend) -> None:
+    def __init__(
+        self, source: TensorSource, name: str, config: Llama4Config, backend: AttentionBackend, stream: Stream
+    ) -> None:
         width, attention = config.hidden_size, f"{name}.self_attn"
         self.heads, self.backend = config.num_heads, backend
-        self.norm1 = LayerNorm.take(source, f"{name}.input_layernorm", width, eps=1e-5)
+        self.norm1 = stream.read_by(LayerNorm.take(source, f"{name}.input_layernorm", width, eps=1e-5))
         self.qkv = Linear.joined(Linear.take(source, f"{attention}.{part}_proj", width, width) for part in "qkv")
-        self.out = Linear.take(source, f"{attention}.o_proj", width, width)
-        self.norm2 = LayerNorm.take(source, f"{name}.post_attention_layernorm", width, eps=1e-5)
+        self.out = stream.joined_by(Linear.take(source, f"{attention}.o_proj", width, width))
+        self.norm2 = stream.read_by(LayerNorm.take(source, f"{name}.post_attention_layernorm", width, eps=1e-5))
         self.fc1 = Linear.take(source, f"{name}.mlp.fc1", width, config.intermediate_size)
-        self.fc2 = Linear.take(source, f"{name}.mlp.fc2", config.intermediate_size, width)
+        self.fc2 = stream.joined_by(Linear.take(source, f"{name}.mlp.fc2", config.intermediate_size, width))
 
-    def __call__(
-        self, x: torch.Tensor, delta: torch.Tensor | None, turns: torch.Tensor, segments: Segments
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `layers.through`."""
+    def __call__(self, x: torch.Tensor, turns: torch.Tensor, segments: Segments) -> None:
+        """Add to `x` where it lies."""
         rows, (cu, longest) = x.shape[0], (segments.cu, segments.longest)
-        x, y = self.norm1.after(x, delta)
-        qkv = self.qkv(y).view(rows, 3, self.heads, -1)
+        qkv = self.qkv(self.norm1(x)).view(rows, 3, self.heads, -1)
         kernels.rotate_(qkv, turns, cu)  # the same in every tile
         q, k, v = qkv.unbind(1)
-        x, y = self.norm2.after(x, self.out(self.backend.attend(q, k, v, cu, cu, longest, longest, rows).flatten(1)))
-        return x, self.fc2(F.gelu(self.fc1(y)))
+        self.out.onto(x, self.backend.attend(q, k, v, cu, cu, longest, longest, rows).flatten(1))
+        self.fc2.onto(x, F.gelu(self.fc1(self.norm2(x))))
 
 
 class Llama4AdapterTower(TileTower):
@@ -119,8 +118,9 @@ class Llama4AdapterTower(TileTower):
         self.class_row = source.take("class_embedding", width) + positions[-1:]
         self.turns = self._turns(config)
         self.norm_before = LayerNorm.take(source, "layernorm_pre", width, eps=1e-5)
-        self.blocks = [Block(source, f"model.layers.{i}", config, backend) for i in range(config.depth)]
-        self.norm_behind = LayerNorm.take(source, "layernorm_post", width, eps=1e-5)
+        stream = Stream()
+        self.blocks = [Block(source, f"model.layers.{i}", config, backend, stream) for i in range(config.depth)]
+        self.norm_behind = stream.read_by(LayerNorm.take(source, "layernorm_post", width, eps=1e-5))
         self.fc1 = Linear.take(source, "vision_adapter.mlp.fc1", config.merged_size, inner, bias=False)
         self.fc2 = Linear.take(source, "vision_adapter.mlp.fc2", inner, inner, bias=False)
 
@@ -179,8 +179,9 @@ class Llama4AdapterTower(TileTower):
         patches = patches.view(tiles, -1, patches.shape[1]) + self.positions
         x = self.norm_before(torch.cat([patches, self.class_row.expand(tiles, -1, -1)], dim=1).flatten(0, 1))
         segments = Segments(buffers["cu_tiles"], self.planner.paths[path].rows_per_unit)
-        x, delta = through(self.blocks, x, self.turns, segments)
-        cells = self.shuffled(self.norm_behind.after(x, delta)[1].view(tiles, -1, x.shape[1])[:, :-1])
+        for block in self.blocks:
+            block(x, self.turns, segments)
+        cells = self.shuffled(self.norm_behind(x).view(tiles, -1, x.shape[1])[:, :-1])
         return F.gelu(self.fc2(F.gelu(self.fc1(cells))))
 
 

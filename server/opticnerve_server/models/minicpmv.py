@@ -22,7 +22,7 @@ from .base import PIXELS, BufferSpec
 from .clip import ClipRule, EachFrame, SampledClips
 from .config import ModelError, read_grid_config
 from .grid_tower import write_offsets
-from .layers import LayerNorm, Linear, Segments, normalised_levels, through
+from .layers import LayerNorm, Linear, Segments, Stream, normalised_levels
 from .processor import PLAIN, ProcessorClass, ProcessorError, read_channels, read_settings, require
 from .sampling import FrameSampler, SamplingSettings, minicpmv
 from .siglip import Block
@@ -149,8 +149,9 @@ class MiniCPMVTower:
         self.table = source.take("embeddings.position_embedding.weight", self.side**2, config.hidden_size)
         eps = config.layer_norm_eps
         depth = config.depth - config.drop_last
-        self.blocks = [Block(source, f"encoder.layers.{i}", config, eps, backend) for i in range(depth)]
-        self.norm = LayerNorm.take(source, "post_layernorm", config.hidden_size, eps)
+        stream = Stream()
+        self.blocks = [Block(source, f"encoder.layers.{i}", config, eps, backend, stream) for i in range(depth)]
+        self.norm = stream.read_by(LayerNorm.take(source, "post_layernorm", config.hidden_size, eps))
         self.resampler = Resampler(source, config, backend)
         source.skip("head.")  # a pooling that no version uses
         source.skip("resampler.pos_embed")  # what `Resampler` computes, in some older files
@@ -242,8 +243,9 @@ class MiniCPMVTower:
         """See `base.Tower.forward`: [segments x queries, out_hidden_size]."""
         x = self.patch_embed(self.levels(buffers, self.dtype)) + self.table.index_select(0, buffers["place"])
         slices = Segments(buffers["cu_slices"], capacity.longest)
-        x, delta = through(self.blocks, x, slices)
-        return self.resampler(self.norm.after(x, delta)[1], buffers["position"], slices, buffers["cu_queries"])
+        for block in self.blocks:
+            block(x, slices)
+        return self.resampler(self.norm(x), buffers["position"], slices, buffers["cu_queries"])
 
     def gather_index(self, parts: Sequence[ItemPlan], lines: Mapping[str, int]) -> npt.NDArray[np.int32]:
         """See `base.Tower.gather_index`."""

@@ -20,7 +20,7 @@ from ..types import Capacity
 from .config import GridConfig, ModelError
 from .grid import GridPlanner
 from .grid_tower import Frame, GridTower
-from .layers import Linear, PatchEmbed, RMSNorm, Rope, Segments, SelfAttention, SwiGLU
+from .layers import Linear, PatchEmbed, RMSNorm, Rope, Segments, SelfAttention, Stream, SwiGLU
 from .weights import TensorSource
 
 
@@ -64,22 +64,21 @@ class Block:
     mlp: SwiGLU
 
     @classmethod
-    def take(cls, source: TensorSource, name: str, config: Qwen25VLConfig, backend: AttentionBackend) -> Self:
+    def take(
+        cls, source: TensorSource, name: str, config: Qwen25VLConfig, backend: AttentionBackend, stream: Stream
+    ) -> Self:
         width, inner = config.hidden_size, config.intermediate_size
         return cls(
-            norm1=RMSNorm.take(source, f"{name}.norm1", width),
-            attention=SelfAttention.take(source, f"{name}.attn", width, config.num_heads, backend),
-            norm2=RMSNorm.take(source, f"{name}.norm2", width),
-            mlp=SwiGLU.take(source, f"{name}.mlp", width, inner, bias=True),
+            norm1=stream.read_by(RMSNorm.take(source, f"{name}.norm1", width)),
+            attention=SelfAttention.take(source, f"{name}.attn", width, config.num_heads, backend, stream),
+            norm2=stream.read_by(RMSNorm.take(source, f"{name}.norm2", width)),
+            mlp=SwiGLU.take(source, f"{name}.mlp", width, inner, bias=True, stream=stream),
         )
 
-    def __call__(
-        self, x: torch.Tensor, delta: torch.Tensor | None, turns: torch.Tensor, segments: Segments
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `layers.through`."""
-        x, y = self.norm1.after(x, delta)
-        x, y = self.norm2.after(x, self.attention(y, turns, segments))
-        return x, self.mlp(y)
+    def __call__(self, x: torch.Tensor, turns: torch.Tensor, segments: Segments) -> None:
+        """Add to `x` where it lies."""
+        self.attention.onto(x, self.norm1(x), turns, segments)
+        self.mlp.onto(x, self.norm2(x))
 
 
 class Qwen25VLTower(GridTower):
@@ -96,9 +95,10 @@ class Qwen25VLTower(GridTower):
         self.full_layers = frozenset(config.fullatt_block_indexes)
         self.patch_embed = PatchEmbed(source, planner, config.hidden_size, bias=False)
         self.rope = Rope(config.head_dim, config.rope_theta, source.device)
-        self.blocks = [Block.take(source, f"blocks.{i}", config, backend) for i in range(config.depth)]
+        stream = Stream()
+        self.blocks = [Block.take(source, f"blocks.{i}", config, backend, stream) for i in range(config.depth)]
         self.merged_size = config.merged_size
-        self.merger_norm = RMSNorm.take(source, "merger.ln_q", config.hidden_size)
+        self.merger_norm = stream.read_by(RMSNorm.take(source, "merger.ln_q", config.hidden_size))
         self.merger_fc1 = Linear.take(source, "merger.mlp.0", config.merged_size, config.merged_size)
         self.merger_fc2 = Linear.take(source, "merger.mlp.2", config.merged_size, config.out_hidden_size)
 
@@ -131,10 +131,9 @@ class Qwen25VLTower(GridTower):
         window_rows = (self.window_side * self.planner.merge) ** 2
         frames = Segments(buffers["cu_frames"], capacity.longest)
         windows = Segments(buffers["cu_windows"], min(window_rows, capacity.longest))
-        delta = None
         for i, block in enumerate(self.blocks):
-            x, delta = block(x, delta, turns, frames if i in self.full_layers else windows)
-        merged = self.merger_norm.after(x, delta)[1].view(-1, self.merged_size)
+            block(x, turns, frames if i in self.full_layers else windows)
+        merged = self.merger_norm(x).view(-1, self.merged_size)
         return self.merger_fc2(F.gelu(self.merger_fc1(merged)))
 
 

@@ -18,7 +18,7 @@ from ..types import Capacity
 from .config import GridConfig
 from .grid import GridPlanner
 from .grid_tower import GridTower
-from .layers import LayerNorm, Linear, PatchEmbed, Rope, Segments, SelfAttention, through
+from .layers import LayerNorm, Linear, PatchEmbed, Rope, Segments, SelfAttention, Stream
 from .weights import TensorSource
 
 
@@ -59,23 +59,28 @@ class Block:
 
     @classmethod
     def take(
-        cls, source: TensorSource, name: str, width: int, inner: int, heads: int, backend: AttentionBackend, eps: float
+        cls,
+        source: TensorSource,
+        name: str,
+        width: int,
+        inner: int,
+        heads: int,
+        backend: AttentionBackend,
+        stream: Stream,
+        eps: float,
     ) -> Self:
         return cls(
-            norm1=LayerNorm.take(source, f"{name}.norm1", width, eps),
-            attention=SelfAttention.take(source, f"{name}.attn", width, heads, backend),
-            norm2=LayerNorm.take(source, f"{name}.norm2", width, eps),
+            norm1=stream.read_by(LayerNorm.take(source, f"{name}.norm1", width, eps)),
+            attention=SelfAttention.take(source, f"{name}.attn", width, heads, backend, stream),
+            norm2=stream.read_by(LayerNorm.take(source, f"{name}.norm2", width, eps)),
             fc1=Linear.take(source, f"{name}.mlp.fc1", width, inner),
-            fc2=Linear.take(source, f"{name}.mlp.fc2", inner, width),
+            fc2=stream.joined_by(Linear.take(source, f"{name}.mlp.fc2", inner, width)),
         )
 
-    def __call__(
-        self, x: torch.Tensor, delta: torch.Tensor | None, turns: torch.Tensor, segments: Segments
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `layers.through`."""
-        x, y = self.norm1.after(x, delta)
-        x, y = self.norm2.after(x, self.attention(y, turns, segments))
-        return x, self.fc2(kernels.quick_gelu(self.fc1(y)))
+    def __call__(self, x: torch.Tensor, turns: torch.Tensor, segments: Segments) -> None:
+        """Add to `x` where it lies."""
+        self.attention.onto(x, self.norm1(x), turns, segments)
+        self.fc2.onto(x, kernels.quick_gelu(self.fc1(self.norm2(x))))
 
 
 class Qwen2VLTower(GridTower):
@@ -91,11 +96,13 @@ class Qwen2VLTower(GridTower):
         width, inner, heads = config.hidden_size, config.intermediate_size, config.num_heads
         self.patch_embed = PatchEmbed(source, planner, width, bias=False)
         self.rope = Rope(config.head_dim, config.rope_theta, source.device)
+        stream = Stream()
         self.blocks = [
-            Block.take(source, f"blocks.{i}", width, inner, heads, backend, eps=1e-6) for i in range(config.depth)
+            Block.take(source, f"blocks.{i}", width, inner, heads, backend, stream, eps=1e-6)
+            for i in range(config.depth)
         ]
         self.merged_size = config.merged_size
-        self.merger_norm = LayerNorm.take(source, "merger.ln_q", width)
+        self.merger_norm = stream.read_by(LayerNorm.take(source, "merger.ln_q", width))
         self.merger_fc1 = Linear.take(source, "merger.mlp.0", config.merged_size, config.merged_size)
         self.merger_fc2 = Linear.take(source, "merger.mlp.2", config.merged_size, config.out_hidden_size)
 
@@ -104,6 +111,7 @@ class Qwen2VLTower(GridTower):
         x = self.patch_embed(buffers)
         turns = self.rope.turns(buffers["position"])
         segments = Segments(buffers["cu_frames"], capacity.longest)
-        x, delta = through(self.blocks, x, turns, segments)
-        merged = self.merger_norm.after(x, delta)[1].view(-1, self.merged_size)
+        for block in self.blocks:
+            block(x, turns, segments)
+        merged = self.merger_norm(x).view(-1, self.merged_size)
         return self.merger_fc2(F.gelu(self.merger_fc1(merged)))

@@ -23,7 +23,7 @@ from .base import BufferSpec
 from .config import GridConfig, ModelError
 from .grid import GridPlanner
 from .grid_tower import Frame, GridTower
-from .layers import GeluMLP, LayerNorm, Linear, PatchEmbed, Rope, Segments, SelfAttention
+from .layers import GeluMLP, LayerNorm, Linear, PatchEmbed, Rope, Segments, SelfAttention, Stream
 from .weights import TensorSource
 
 
@@ -94,22 +94,21 @@ class Block:
     mlp: GeluMLP
 
     @classmethod
-    def take(cls, source: TensorSource, name: str, config: Qwen3VLConfig, backend: AttentionBackend) -> Self:
+    def take(
+        cls, source: TensorSource, name: str, config: Qwen3VLConfig, backend: AttentionBackend, stream: Stream
+    ) -> Self:
         width, layers = config.hidden_size, (f"{name}.mlp.linear_fc1", f"{name}.mlp.linear_fc2")
         return cls(
-            norm1=LayerNorm.take(source, f"{name}.norm1", width),
-            attention=SelfAttention.take(source, f"{name}.attn", width, config.num_heads, backend),
-            norm2=LayerNorm.take(source, f"{name}.norm2", width),
-            mlp=GeluMLP.take(source, layers, width, config.intermediate_size),
+            norm1=stream.read_by(LayerNorm.take(source, f"{name}.norm1", width)),
+            attention=SelfAttention.take(source, f"{name}.attn", width, config.num_heads, backend, stream),
+            norm2=stream.read_by(LayerNorm.take(source, f"{name}.norm2", width)),
+            mlp=GeluMLP.take(source, layers, width, config.intermediate_size, stream),
         )
 
-    def __call__(
-        self, x: torch.Tensor, delta: torch.Tensor | None, turns: torch.Tensor, segments: Segments
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `layers.through`."""
-        x, y = self.norm1.after(x, delta)
-        x, y = self.norm2.after(x, self.attention(y, turns, segments))
-        return x, self.mlp(y)
+    def __call__(self, x: torch.Tensor, turns: torch.Tensor, segments: Segments) -> None:
+        """Add to `x` where it lies."""
+        self.attention.onto(x, self.norm1(x), turns, segments)
+        self.mlp.onto(x, self.norm2(x))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,19 +120,17 @@ class Merger:
     fc2: Linear
 
     @classmethod
-    def take(cls, source: TensorSource, name: str, config: Qwen3VLConfig, *, norm_size: int) -> Self:
+    def take(cls, source: TensorSource, name: str, config: Qwen3VLConfig, stream: Stream, *, norm_size: int) -> Self:
         merged = config.merged_size
         return cls(
-            norm=LayerNorm.take(source, f"{name}.norm", norm_size),
+            norm=stream.read_by(LayerNorm.take(source, f"{name}.norm", norm_size)),
             fc1=Linear.take(source, f"{name}.linear_fc1", merged, merged),
             fc2=Linear.take(source, f"{name}.linear_fc2", merged, config.out_hidden_size),
         )
 
-    def __call__(self, x: torch.Tensor, delta: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The stream x + delta, and its rows."""
-        size, merged = self.norm.weight.shape[0], self.fc1.weight.shape[1]
-        stream, normed = self.norm.after(x.view(-1, size), None if delta is None else delta.view(-1, size))
-        return stream.view(x.shape), self.fc2(F.gelu(self.fc1(normed.view(-1, merged))))
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x.view(-1, self.norm.weight.shape[0]))
+        return self.fc2(F.gelu(self.fc1(normed.view(-1, self.fc1.weight.shape[1]))))
 
 
 class Qwen3VLTower(GridTower):
@@ -156,12 +153,15 @@ class Qwen3VLTower(GridTower):
         table = source.take("pos_embed.weight", config.num_position_embeddings, config.hidden_size)
         self.position_table = table.float()  # interpolated in float32, from values of the tower's dtype
         self.rope = Rope(config.head_dim, config.rope_theta, source.device)
-        self.blocks = [Block.take(source, f"blocks.{i}", config, backend) for i in range(config.depth)]
-        self.merger = Merger.take(source, "merger", config, norm_size=config.hidden_size)
-        self.deepstack = {
-            layer: Merger.take(source, f"deepstack_merger_list.{k}", config, norm_size=config.merged_size)
-            for k, layer in enumerate(config.deepstack_visual_indexes)
-        }
+        self.blocks: list[Block] = []
+        self.deepstack: dict[int, Merger] = {}
+        stream, levels = Stream(), config.deepstack_visual_indexes
+        for i in range(config.depth):
+            self.blocks.append(Block.take(source, f"blocks.{i}", config, backend, stream))
+            if i in levels:
+                name = f"deepstack_merger_list.{levels.index(i)}"
+                self.deepstack[i] = Merger.take(source, name, config, stream, norm_size=config.merged_size)
+        self.merger = Merger.take(source, "merger", config, stream, norm_size=config.hidden_size)
 
     def frame(self, h: int, w: int) -> Frame:
         """See `GridTower.frame`; adds where each patch lies in the position table."""
@@ -176,14 +176,11 @@ class Qwen3VLTower(GridTower):
         turns = self.rope.turns(buffers["position"])
         segments = Segments(buffers["cu_frames"], capacity.longest)
         levels: list[torch.Tensor] = []
-        delta: torch.Tensor | None = None
         for i, block in enumerate(self.blocks):
-            x, delta = block(x, delta, turns, segments)
+            block(x, turns, segments)
             if i in self.deepstack:
-                x, level = self.deepstack[i](x, delta)
-                delta = None
-                levels.append(level)
-        return torch.cat([self.merger(x, delta)[1], *levels], dim=-1)
+                levels.append(self.deepstack[i](x))
+        return torch.cat([self.merger(x), *levels], dim=-1)
 
 
 class Qwen35Tower(Qwen3VLTower):

@@ -22,7 +22,7 @@ from ..types import Capacity, ItemPlan, Layout
 from .base import PIXELS, BufferSpec
 from .config import GridConfig, ModelError, read_grid_config
 from .dense import attend, resized_square
-from .layers import LayerNorm, Linear, Rope
+from .layers import LayerNorm, Linear, Rope, Stream
 from .presets import PROCESSORS
 from .processor import CLIP_MEAN, CLIP_STD, ProcessorError, read_channels
 from .two_path import GLOBAL, LOCAL, Views
@@ -173,23 +173,23 @@ class Step3Base(ABC):
 class PerceptionBlock:
     """Pre-norm attention with rotary embedding and MLP, both scaled."""
 
-    def __init__(self, source: TensorSource, name: str, config: Step3Config) -> None:
+    def __init__(self, source: TensorSource, name: str, config: Step3Config, stream: Stream) -> None:
         width, self.heads = config.hidden_size, config.num_heads
-        self.norm1 = LayerNorm.take(source, f"{name}.ln_1", width, eps=1e-5)
+        self.norm1 = stream.read_by(LayerNorm.take(source, f"{name}.ln_1", width, eps=1e-5))
         weight = source.take(f"{name}.attn.in_proj_weight", 3 * width, width)
         self.qkv = Linear(weight, source.take(f"{name}.attn.in_proj_bias", 3 * width))
-        self.out = Linear.take(source, f"{name}.attn.out_proj", width, width)
-        self.scale1 = source.take(f"{name}.ls_1.gamma", width)
-        self.norm2 = LayerNorm.take(source, f"{name}.ln_2", width, eps=1e-5)
+        scale1, scale2 = (source.take(f"{name}.ls_{i}.gamma", width) for i in (1, 2))
+        self.out = stream.joined_by(Linear.take(source, f"{name}.attn.out_proj", width, width), scale1)
+        self.norm2 = stream.read_by(LayerNorm.take(source, f"{name}.ln_2", width, eps=1e-5))
         self.fc1 = Linear.take(source, f"{name}.mlp.c_fc", width, config.intermediate_size)
-        self.fc2 = Linear.take(source, f"{name}.mlp.c_proj", config.intermediate_size, width)
-        self.scale2 = source.take(f"{name}.ls_2.gamma", width)
+        self.fc2 = stream.joined_by(Linear.take(source, f"{name}.mlp.c_proj", config.intermediate_size, width), scale2)
 
-    def __call__(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, turns: torch.Tensor) -> None:
+        """Add to `x` where it lies."""
         qkv = self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1))
         kernels.rotate_(qkv.flatten(0, 1), turns)  # the same in every view
-        x, y = self.norm2.after(x, self.out(attend(qkv)), self.scale1)
-        return torch.addcmul(x, self.scale2, self.fc2(kernels.quick_gelu(self.fc1(y))))
+        self.out.onto(x, attend(qkv))
+        self.fc2.onto(x, kernels.quick_gelu(self.fc1(self.norm2(x))))
 
 
 class PerceptionTower(Step3Base):
@@ -207,7 +207,9 @@ class PerceptionTower(Step3Base):
         self.positions = {side: _bilinear(table, side) for side in self.sides.values()}
         self.norm_before = LayerNorm.take(source, "vision_model.ln_pre", width, eps=1e-5)
         name = "vision_model.transformer.resblocks"
-        self.blocks = [PerceptionBlock(source, f"{name}.{i}", config) for i in range(config.depth)]
+        stream = Stream()
+        self.blocks = [PerceptionBlock(source, f"{name}.{i}", config, stream) for i in range(config.depth)]
+        self.stream = stream
         self.down1 = convolution(source, "vision_model.vit_downsampler1", width, config.inner_size, 3)
         self.down2 = convolution(source, "vision_model.vit_downsampler2", config.inner_size, 2 * config.inner_size, 3)
         rope = Rope(config.head_dim, config.rope_theta, self.device)
@@ -255,8 +257,8 @@ class PerceptionTower(Step3Base):
         """See Step3Base."""
         x = self.norm_before(self.patch_embed(patches) + self.positions[side])
         for block in self.blocks:
-            x = block(x, self.turns[side])
-        return x
+            block(x, self.turns[side])
+        return self.stream.settled(x)
 
     def downsample(self, x: torch.Tensor) -> torch.Tensor:
         """See Step3Base."""
