@@ -172,7 +172,7 @@ class Config:
         choice("auto", "sdpa", "torch_varlen", "flash_attn", "flashinfer"),
         _MODEL,
         "Implementation of attention.",
-        "sdpa on a CPU; on a GPU flash_attn where FlashAttention 3 or 4 is installed, else torch_varlen.",
+        "sdpa on a CPU and for dense attention; else flash_attn where FlashAttention 3 or 4 is, or torch_varlen.",
         "NAME",
         default="auto",
     )
