@@ -94,8 +94,9 @@ def _color(text: str) -> str:
 
 def _devices(text: str) -> str:
     words = text.split(",")
-    if text != "all" and not (all(word.isdecimal() for word in words) and len({*map(int, words)}) == len(words)):
-        raise ValueError("write all, or the numbers of devices with commas between, each once, such as 0,1")
+    numbers = [int(word) for word in words if re.fullmatch(r"[0-9]{1,3}", word)]
+    if text != "all" and not len(words) == len(numbers) == len(set(numbers)):
+        raise ValueError("write all, or the numbers of devices, 0 to 999, with commas between, each once, such as 0,1")
     return text
 
 
@@ -171,7 +172,7 @@ class Config:
         choice("auto", "sdpa", "torch_varlen", "flash_attn", "flashinfer"),
         _MODEL,
         "Implementation of attention.",
-        "sdpa on a CPU; on a GPU flash_attn where FlashAttention 3 or 4 is installed, else torch_varlen.",
+        "sdpa on a CPU and for dense attention; else flash_attn where FlashAttention 3 or 4 is, or torch_varlen.",
         "NAME",
         default="auto",
     )

@@ -34,7 +34,7 @@ def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         devices_of(Config(model="x", devices="0,2"))
 
 
-@pytest.mark.parametrize("text", ["", "0,", "0,0", "-1", "all,0", "first"])
+@pytest.mark.parametrize("text", ["", "0,", "0,0", "0,00", "-1", "all,0", "first", "1000", "\u0663"])
 def test_a_list_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="write all, or the numbers of devices"):
         load({"model": "x", "devices": text}, {})
