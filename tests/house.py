@@ -24,6 +24,7 @@ from opticnerve_server.models.base import ImageItem
 from opticnerve_server.parts import Batch, Failure, Intake, Part
 from opticnerve_server.runner import Runner
 from opticnerve_server.sentinel import Sentinel
+from opticnerve_server.types import Launch
 
 ARENA_BYTES = 4 << 20
 
@@ -56,7 +57,7 @@ class House:
     def __init__(self, tower: FakeTower | None = None, *, use_graphs: bool = True, cap: int = 64, **plan) -> None:
         self.tower = tower or FakeTower()
         self.capacities = plan.pop("capacities", None) or plan_capacities(
-            self.tower.planner.paths, explicit={}, cap=cap, max_items=8, launches_by_segments=False, **plan
+            self.tower.planner.paths, explicit={}, cap=cap, max_items=8, launch=Launch.ROWS, **plan
         )
         self.graphs = GraphManager(self.tower, self.capacities)
         with torch.inference_mode():

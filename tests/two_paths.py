@@ -11,13 +11,14 @@ from opticnerve_server.bench.inprocess import InProcessEngine
 from opticnerve_server.graphs import GraphManager, plan_capacities
 from opticnerve_server.models.base import ImageItem
 from opticnerve_server.selftest import self_test
+from opticnerve_server.types import Launch
 
 
 def engine_of(tower: Any, budgets: dict[str, tuple[int, ...]], use_graphs: bool = True) -> InProcessEngine:
     """Budgets are in units, by path; graphs are captured and tried."""
     paths = tower.planner.paths
     tokens = {path: tuple(count * paths[path].tokens_per_unit for count in counts) for path, counts in budgets.items()}
-    planned = plan_capacities(paths, explicit=tokens, cap=None, max_items=None, launches_by_segments=False)
+    planned = plan_capacities(paths, explicit=tokens, cap=None, max_items=None, launch=Launch.ROWS)
     graphs = GraphManager(tower, planned)
     if use_graphs:
         with torch.inference_mode():

@@ -20,7 +20,7 @@ import torch
 from .budgets import fits
 from .buffers import Packing, aligned
 from .models.base import PathSpec, Tower
-from .types import Capacity, Load, Reason
+from .types import Capacity, Launch, Load, Reason
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +31,8 @@ FEW_SEGMENTS = 8
 """Segments of the class of a budget whose one segment may fill it."""
 
 SHORT_FRACTION = 8
-"""The class of many segments takes segments of up to this fraction of its rows. Where a launch costs segments x longest
-(FA2), two tight classes a budget are cheaper than one that allows both."""
+"""The class of many segments takes segments of up to this fraction of its rows where a launch costs segments x longest
+(FA2): two tight classes a budget are cheaper than one that allows both."""
 
 
 class GraphsFailed(RuntimeError):
@@ -75,15 +75,15 @@ def plan_capacities(
     explicit: Mapping[str, Sequence[int]],
     cap: int | None,
     max_items: int | None,
-    launches_by_segments: bool,
+    launch: Launch,
 ) -> dict[str, list[Capacity]]:
     """The capacities to capture on each path, ascending.
 
     `explicit` budgets of a path, or under "" of every path, replace the automatic ones. `cap` bounds the units of
     automatic budgets on all paths, None is the tower's own maximum. `max_items` defaults to the largest budget // the
-    path's `min_units`: one explicit budget holds as many items as it would among automatic ones. With
-    `launches_by_segments` each budget has two classes, few long segments and many short ones; otherwise one class holds
-    any segments. On a path whose unit is several tokens, `cap` and `explicit`, which are in tokens, come down to whole
+    path's `min_units`: one explicit budget holds as many items as it would among automatic ones. Where `launch` is by
+    rows, one class of a budget holds any segments. Else there are two: few segments, and many, short ones where it is
+    by tiles. On a path whose unit is several tokens, `cap` and `explicit`, which are in tokens, come down to whole
     units. Raises ValueError for budgets of a path that the tower does not have, and for those below one unit.
     """
     unknown = sorted(set(explicit) - set(paths) - {""})
@@ -99,9 +99,7 @@ def plan_capacities(
         given = explicit.get(name) or explicit.get("") or ()
         budgets = sorted({_units(name, spec, tokens, "a token budget") for tokens in given} or automatic)
         items = max_items or max(1, budgets[-1] // spec.min_units)
-        planned[name] = [
-            capacity for units in budgets for capacity in _classes(units, min(items, units), spec, launches_by_segments)
-        ]
+        planned[name] = [capacity for units in budgets for capacity in _classes(units, min(items, units), spec, launch)]
     return planned
 
 
@@ -114,14 +112,15 @@ def _units(path: str, spec: PathSpec, tokens: int, what: str) -> int:
     return tokens // spec.tokens_per_unit
 
 
-def _classes(units: int, items: int, spec: PathSpec, launches_by_segments: bool) -> list[Capacity]:
+def _classes(units: int, items: int, spec: PathSpec, launch: Launch) -> list[Capacity]:
     if spec.fixed_units:  # a segment is a unit, no more and no less: one class is tight
         return [Capacity(units, items, segments=units, longest=spec.rows_per_unit)]
     rows, most = units * spec.rows_per_unit, max(1, units // spec.units_per_segment)
-    if not launches_by_segments:
+    if launch is Launch.ROWS:
         return [Capacity(units, items, segments=most, longest=rows)]
     few = Capacity(units, min(items, FEW_SEGMENTS), segments=min(most, FEW_SEGMENTS), longest=rows)
-    many = Capacity(units, items, segments=min(most, max(items, 64)), longest=max(256, rows // SHORT_FRACTION))
+    longest = max(256, rows // SHORT_FRACTION) if launch is Launch.TILES else rows
+    many = Capacity(units, items, segments=min(most, max(items, 64)), longest=longest)
     return [few] if many.segments <= few.segments else [few, many]
 
 

@@ -54,7 +54,7 @@ def load(config: Config) -> Loaded:
             explicit=parse_token_budgets(config.token_budgets),
             cap=config.token_cap(tower.tower.device.type),
             max_items=config.max_items_per_batch,
-            launches_by_segments=tower.launches_by_segments,
+            launch=tower.launch,
         )
     except registry.ModelError:
         raise

@@ -43,6 +43,14 @@ class Reason(enum.StrEnum):
     DISABLED = "disabled"
 
 
+class Launch(enum.Enum):
+    """By what a launch of attention grows, however little its segments hold: what a tight capacity saves."""
+
+    ROWS = enum.auto()
+    SEGMENTS = enum.auto()  # a tile for each, however long one may be
+    TILES = enum.auto()  # segments x longest
+
+
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """What one set of static buffers holds: of a captured graph, or of one eager forward.

@@ -21,7 +21,7 @@ from opticnerve_server.models.presets import PRESETS, PROCESSORS
 from opticnerve_server.models.registry import ModelError, ModelSource, build_planner
 from opticnerve_server.models.two_path import GLOBAL, LOCAL
 from opticnerve_server.selftest import self_test
-from opticnerve_server.types import Outcome
+from opticnerve_server.types import Launch, Outcome
 from oracles import randomise
 from towers import assert_close, load_tower
 from two_paths import engine_of, run
@@ -113,7 +113,7 @@ def test_one_path_hits_while_the_other_falls_back(checkpoint: Path) -> None:
 def test_replay_equals_eager_on_every_automatic_budget(tmp_path: Path) -> None:
     write_checkpoint("deepseek_ocr", tmp_path)
     tower = load_tower(tmp_path)
-    planned = plan_capacities(tower.planner.paths, explicit={}, cap=None, max_items=None, launches_by_segments=False)
+    planned = plan_capacities(tower.planner.paths, explicit={}, cap=None, max_items=None, launch=Launch.ROWS)
     graphs = GraphManager(tower, planned)
     tried = []
     with torch.inference_mode():

@@ -14,7 +14,7 @@ from opticnerve_server.graphs import GraphManager, plan_capacities
 from opticnerve_server.models.base import PIXELS, ImageItem
 from opticnerve_server.models.checkpoint import write_checkpoint
 from opticnerve_server.selftest import POISON, self_test
-from opticnerve_server.types import Capacity, Load
+from opticnerve_server.types import Capacity, Launch, Load
 from oracles import Media, media_for
 from tiny_models import GRIDS, TINY
 from towers import PATH, assert_close, load_tower, run_tower
@@ -33,9 +33,7 @@ def graphs(request: pytest.FixtureRequest, architecture: str, tmp_path: Path) ->
     tower = load_tower(tmp_path, device=request.param)
     graphs = GraphManager(
         tower,
-        plan_capacities(
-            tower.planner.paths, explicit={"": BUDGETS}, cap=None, max_items=16, launches_by_segments=False
-        ),
+        plan_capacities(tower.planner.paths, explicit={"": BUDGETS}, cap=None, max_items=16, launch=Launch.ROWS),
     )
     with torch.inference_mode():
         graphs.capture(lambda *_: None, on_failure="fail")
@@ -49,15 +47,13 @@ def test_the_self_test_passes(graphs: GraphManager, architecture: str) -> None:
     assert tried == [units for units in BUDGETS if architecture != "gemma4" or units >= 252]  # its images are large
 
 
-@pytest.mark.parametrize("two_classes", [False, True])
+@pytest.mark.parametrize("launch", Launch)
 @pytest.mark.parametrize("architecture", ["qwen3_vl", "qwen2_5_vl"])
-def test_every_automatic_budget_passes_the_self_test(architecture: str, two_classes: bool, tmp_path: Path) -> None:
+def test_every_automatic_budget_passes_the_self_test(architecture: str, launch: Launch, tmp_path: Path) -> None:
     """With one class of segments a budget, as on a CPU, and with the two of a GPU."""
     write_checkpoint(architecture, tmp_path)
     tower = load_tower(tmp_path)
-    planned = plan_capacities(
-        tower.planner.paths, explicit={}, cap=512, max_items=None, launches_by_segments=two_classes
-    )
+    planned = plan_capacities(tower.planner.paths, explicit={}, cap=512, max_items=None, launch=launch)
     graphs = GraphManager(tower, planned)
     tried: list[Capacity] = []
     with torch.inference_mode():

@@ -22,7 +22,7 @@ from opticnerve_server.models.base import ImageItem, VideoItem
 from opticnerve_server.models.checkpoint import write_checkpoint
 from opticnerve_server.models.registry import ModelError
 from opticnerve_server.selftest import self_test
-from opticnerve_server.types import Outcome
+from opticnerve_server.types import Launch, Outcome
 from oracles import Media, randomise
 from towers import PATH, assert_close, assert_items_independent, assert_padding_harmless, load_tower, run_tower
 
@@ -169,14 +169,12 @@ def test_padding_changes_nothing(checkpoint: Path) -> None:
     assert_padding_harmless(tower, batch, expected_rows(checkpoint, batch))
 
 
-@pytest.mark.parametrize("two_classes", [False, True])
-def test_graphs_give_the_rows_of_the_eager_forward(checkpoint: Path, two_classes: bool) -> None:
+@pytest.mark.parametrize("launch", [Launch.ROWS, Launch.TILES])
+def test_graphs_give_the_rows_of_the_eager_forward(checkpoint: Path, launch: Launch) -> None:
     """Small, large, small; an item of more slices than any budget goes as parts, one of an extreme aspect eagerly."""
     tower = load_tower(checkpoint)
     paths = tower.planner.paths
-    planned = plan_capacities(
-        paths, explicit={"": (8, 24, 64)}, cap=None, max_items=None, launches_by_segments=two_classes
-    )
+    planned = plan_capacities(paths, explicit={"": (8, 24, 64)}, cap=None, max_items=None, launch=launch)
     graphs = GraphManager(tower, planned)
     tried: list[Any] = []
     with torch.inference_mode():

@@ -24,7 +24,7 @@ from opticnerve_server.models.registry import ModelError, ModelSource, build_pla
 from opticnerve_server.models.two_path import GLOBAL, LOCAL
 from opticnerve_server.models.windows import SNAPS
 from opticnerve_server.selftest import self_test
-from opticnerve_server.types import Outcome
+from opticnerve_server.types import Launch, Outcome
 from oracles import randomise
 from step3_oracle import (
     VISION,
@@ -167,7 +167,7 @@ def test_pixels_are_the_official_ones_to_half_a_step(checkpoint: Path, image: np
 
 def test_replay_equals_eager_on_every_automatic_budget(checkpoint: Path) -> None:
     tower = load_tower(checkpoint)
-    planned = plan_capacities(tower.planner.paths, explicit={}, cap=None, max_items=None, launches_by_segments=False)
+    planned = plan_capacities(tower.planner.paths, explicit={}, cap=None, max_items=None, launch=Launch.ROWS)
     graphs = GraphManager(tower, planned)
     tried = []
     with torch.inference_mode():

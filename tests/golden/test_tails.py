@@ -19,7 +19,7 @@ from opticnerve_server.models.base import ImageItem, VideoItem
 from opticnerve_server.models.checkpoint import write_checkpoint
 from opticnerve_server.selftest import self_test, used_lines, write_batch
 from opticnerve_server.sentinel import Sentinel
-from opticnerve_server.types import Capacity, ItemPlan, Load
+from opticnerve_server.types import Capacity, ItemPlan, Launch, Load
 from towers import load_tower
 
 DENSE = {"deepseek_ocr", "step3_vl", "step_vl", "step3p7"}
@@ -84,9 +84,7 @@ def test_whoever_judges_an_output_looks_at_rows_alone(
     """The self-test, the sentinel, and the dispatcher with its peaks."""
     write_checkpoint(architecture, tmp_path)
     tower, calls = load_tower(tmp_path), leave_nan(monkeypatch)
-    planned = plan_capacities(
-        tower.planner.paths, explicit={"": (96,)}, cap=None, max_items=None, launches_by_segments=False
-    )
+    planned = plan_capacities(tower.planner.paths, explicit={"": (96,)}, cap=None, max_items=None, launch=Launch.ROWS)
     graphs = GraphManager(tower, planned)
     with torch.inference_mode():
         graphs.capture(lambda *_: None, on_failure="fail")

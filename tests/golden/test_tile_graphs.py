@@ -13,7 +13,7 @@ from opticnerve_server.bench.inprocess import InProcessEngine
 from opticnerve_server.graphs import GraphManager, plan_capacities
 from opticnerve_server.models.checkpoint import write_checkpoint
 from opticnerve_server.selftest import self_test
-from opticnerve_server.types import Outcome
+from opticnerve_server.types import Launch, Outcome
 from oracles import tiled_media
 from tiny_models import TILES
 from towers import PATH, assert_close, load_tower, run_tower
@@ -33,7 +33,7 @@ def graphs(request: pytest.FixtureRequest, device: str, tmp_path: Path) -> Graph
     tower = load_tower(tmp_path, device=device)
     paths = tower.planner.paths
     tokens = tuple(tiles * paths[PATH].tokens_per_unit for tiles in BUDGETS)
-    planned = plan_capacities(paths, explicit={"": tokens}, cap=None, max_items=None, launches_by_segments=False)
+    planned = plan_capacities(paths, explicit={"": tokens}, cap=None, max_items=None, launch=Launch.ROWS)
     graphs = GraphManager(tower, planned)
     with torch.inference_mode():
         graphs.capture(lambda *_: None, on_failure="fail")

@@ -44,9 +44,7 @@ def load(architecture: str, folder: Path, device: str, dtype: str = "bfloat16") 
         source, planner, load_format="safetensors", device=device, dtype=dtype, attention_backend="auto", kernels="auto"
     )
     cap = 128 if device == "cpu" else 5120 if dtype == "bfloat16" else 512
-    capacities = plan_capacities(
-        planner.paths, explicit={}, cap=cap, max_items=None, launches_by_segments=loaded.launches_by_segments
-    )
+    capacities = plan_capacities(planner.paths, explicit={}, cap=cap, max_items=None, launch=loaded.launch)
     graphs = GraphManager(loaded.tower, capacities)
     with torch.inference_mode():
         graphs.capture(lambda *_: None, on_failure="fail")

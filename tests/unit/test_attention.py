@@ -15,6 +15,7 @@ from opticnerve_server.attention import sdpa
 from opticnerve_server.attention.by_length import WINDOW_ROWS
 from opticnerve_server.attention.flash_attn import PACKAGES
 from opticnerve_server.attention.torch_varlen import TorchVarlen
+from opticnerve_server.types import Launch
 
 HEADS, SIZE = 3, 8
 CASES = {
@@ -79,7 +80,7 @@ def test_sdpa_takes_strided_views() -> None:
 def test_auto_on_a_cpu_is_sdpa_and_says_why(dtype: torch.dtype) -> None:
     backend, reason = attention.resolve("auto", torch.device("cpu"), dtype, 64)
     assert backend.name == "sdpa"
-    assert not backend.launches_by_segments
+    assert backend.launch is Launch.ROWS
     assert "CUDA" in reason
 
 
@@ -99,7 +100,7 @@ def test_auto_on_cuda_is_varlen_where_it_can_run(
     monkeypatch.setattr(attention, "_capability", lambda device: 9)
     backend, reason = attention.resolve("auto", torch.device("cuda"), dtype, head_dim)
     assert backend.name == name
-    assert backend.launches_by_segments == (name == "torch_varlen")
+    assert backend.launch is (Launch.TILES if name == "torch_varlen" else Launch.ROWS)
     assert reason
 
 
@@ -112,9 +113,9 @@ def test_a_backend_that_cannot_run_is_refused_by_name(device: str, dtype: torch.
         attention.resolve("torch_varlen", torch.device(device), dtype, head_dim)
 
 
-@pytest.mark.parametrize(("module", "package"), [(name, package) for name, package, _ in PACKAGES])
+@pytest.mark.parametrize(("module", "package", "launch"), [(each[0], each[1], each[3]) for each in PACKAGES])
 def test_auto_takes_what_is_installed_for_long_segments_alone(
-    module: str, package: str, monkeypatch: pytest.MonkeyPatch
+    module: str, package: str, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[int] = []
 
@@ -132,6 +133,7 @@ def test_auto_takes_what_is_installed_for_long_segments_alone(
         assert backend.name == "torch_varlen"
         return
     assert backend.name == "flash_attn"
+    assert backend.launch is launch
     assert package in reason
     monkeypatch.setattr(TorchVarlen, "attend", lambda self, q, *rest: called.append(-1))
     q, cu = torch.zeros(200, 2, 8), torch.tensor([0, 200], dtype=torch.int32)

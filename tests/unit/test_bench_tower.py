@@ -25,15 +25,15 @@ from opticnerve_server.graphs import fits, plan_capacities
 from opticnerve_server.models import registry
 from opticnerve_server.models.base import ImageItem
 from opticnerve_server.models.checkpoint import write_checkpoint
-from opticnerve_server.types import Capacity, ItemPlan, Load
+from opticnerve_server.types import Capacity, ItemPlan, Launch, Load
 
 CAP = 64
 
 
-class LaunchesBySegments(Sdpa):
-    """Plans two classes a budget, as the backends of CUDA do."""
+class LaunchesTiles(Sdpa):
+    """Plans two classes a budget, as most backends of CUDA do."""
 
-    launches_by_segments = True
+    launch = Launch.TILES
 
 
 def fake(attention: Sdpa) -> tuple[Built, Policy]:
@@ -83,8 +83,8 @@ def test_greedy_budgets_double_up_to_the_largest() -> None:
 
 def test_segments_never_keep_a_greedy_batch_from_its_budget() -> None:
     paths = registry.build_planner(registry.open_model("preset:qwen3-vl-8b", "dummy")).paths
-    ours = plan_capacities(paths, explicit={}, cap=5120, max_items=None, launches_by_segments=True)
-    capacities = greedy_capacities(paths, ours, 5120, by_segments=True)["default"]
+    ours = plan_capacities(paths, explicit={}, cap=5120, max_items=None, launch=Launch.TILES)
+    capacities = greedy_capacities(paths, ours, 5120, launch=Launch.TILES)["default"]
     assert sorted({capacity.units for capacity in capacities}) == doubled(64, 5120)
     for units in doubled(64, 5120):
         anything = Load(units, items=64, segments=64, longest=4 * units)
@@ -96,7 +96,7 @@ def test_segments_never_keep_a_greedy_batch_from_its_budget() -> None:
         assert (few.units, few.segments) == (units, 8)  # as ours has it
 
 
-@pytest.mark.parametrize("attention", [Sdpa(), LaunchesBySegments()])
+@pytest.mark.parametrize("attention", [Sdpa(), LaunchesTiles()])
 def test_greedy_packs_as_published_and_runs_the_smallest_budget(attention: Sdpa) -> None:
     built, ours = fake(attention)
     with torch.inference_mode():

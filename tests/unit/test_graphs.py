@@ -19,7 +19,7 @@ from opticnerve_server.graphs import (
 )
 from opticnerve_server.models.base import PathSpec
 from opticnerve_server.selftest import sample_parts, self_test
-from opticnerve_server.types import Capacity, Load, Reason
+from opticnerve_server.types import Capacity, Launch, Load, Reason
 
 LEVELS = [
     *(64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024),
@@ -29,7 +29,7 @@ LEVELS = [
 
 
 def manager(tower: FakeTower, **options: object) -> GraphManager:
-    settings: dict[str, object] = {"explicit": {}, "cap": 64, "max_items": None, "launches_by_segments": False}
+    settings: dict[str, object] = {"explicit": {}, "cap": 64, "max_items": None, "launch": Launch.ROWS}
     graphs = GraphManager(tower, plan_capacities(tower.planner.paths, **{**settings, **options}))
     with torch.inference_mode():
         graphs.capture(lambda *_: None, on_failure="fail")
@@ -68,10 +68,10 @@ def test_fixed_units_go_to_16_even_where_an_item_is_one() -> None:
     assert unit_levels(1, 4) == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("launches_by_segments", [False, True])
-def test_budgets_and_caps_in_tokens_come_down_to_whole_tiles(launches_by_segments: bool) -> None:
+@pytest.mark.parametrize("launch", Launch)
+def test_budgets_and_caps_in_tokens_come_down_to_whole_tiles(launch: Launch) -> None:
     paths = {"tiles": PathSpec(1, 13, 1025, fixed_units=True, tokens_per_unit=256)}
-    options: dict[str, Any] = {"max_items": None, "launches_by_segments": launches_by_segments}
+    options: dict[str, Any] = {"max_items": None, "launch": launch}
     planned = plan_capacities(paths, explicit={}, cap=1024, **options)["tiles"]
     assert planned == [Capacity(n, n, n, 1025) for n in (1, 2, 3, 4)]
     assert plan_capacities(paths, explicit={}, cap=1279, **options)["tiles"] == planned
@@ -86,7 +86,7 @@ def test_budgets_and_caps_in_tokens_come_down_to_whole_tiles(launches_by_segment
 
 def test_explicit_budgets_replace_automatic_ones_by_path() -> None:
     paths = {"a": PathSpec(64, 4096, 4), "b": PathSpec(64, 4096, 4)}
-    options = {"cap": 128, "max_items": None, "launches_by_segments": False}
+    options = {"cap": 128, "max_items": None, "launch": Launch.ROWS}
     planned = plan_capacities(paths, explicit={"a": (512, 1024)}, **options)
     assert [capacity.units for capacity in planned["a"]] == [512, 1024]
     assert [capacity.units for capacity in planned["b"]] == [64, 80, 96, 112, 128]
@@ -97,24 +97,38 @@ def test_explicit_budgets_replace_automatic_ones_by_path() -> None:
 
 
 def test_items_default_to_largest_by_smallest_and_never_exceed_units() -> None:
-    planned = plan_capacities(
-        {"a": PathSpec(64, 16384, 4)}, explicit={}, cap=5120, max_items=None, launches_by_segments=False
-    )["a"]
+    planned = plan_capacities({"a": PathSpec(64, 16384, 4)}, explicit={}, cap=5120, max_items=None, launch=Launch.ROWS)[
+        "a"
+    ]
     assert planned[-1].items == 80
     assert planned[0].items == 64
     pinned = plan_capacities(
-        {"a": PathSpec(64, 16384, 4)}, explicit={"": (1024,)}, cap=None, max_items=None, launches_by_segments=False
+        {"a": PathSpec(64, 16384, 4)}, explicit={"": (1024,)}, cap=None, max_items=None, launch=Launch.ROWS
     )["a"]
     assert [capacity.items for capacity in pinned] == [16]
 
 
-def test_two_classes_where_the_launch_costs_segments() -> None:
-    planned = plan_capacities(
-        {"a": PathSpec(64, 16384, 4)}, explicit={}, cap=5120, max_items=None, launches_by_segments=True
-    )["a"]
+@pytest.mark.parametrize(("launch", "longest"), [(Launch.TILES, 2560), (Launch.SEGMENTS, 20480)])
+def test_two_classes_where_the_launch_costs_segments(launch: Launch, longest: int) -> None:
+    planned = plan_capacities({"a": PathSpec(64, 16384, 4)}, explicit={}, cap=5120, max_items=None, launch=launch)["a"]
     few, many = (capacity for capacity in planned if capacity.units == 5120)
     assert few == Capacity(5120, 8, 8, 20480)
-    assert many == Capacity(5120, 80, 80, 2560)
+    assert many == Capacity(5120, 80, 80, longest)
+
+
+def test_many_images_beside_a_large_one_need_no_larger_budget_where_length_costs_nothing() -> None:
+    """One image of 1024 tokens and 20 of 64."""
+    load = Load(units=2304, items=21, segments=21, longest=4096)
+    budgets = {}
+    for launch in Launch:
+        chosen = fits(
+            plan_capacities({"a": PathSpec(64, 16384, 4)}, explicit={}, cap=None, max_items=None, launch=launch)["a"],
+            load,
+        )
+        assert isinstance(chosen, Capacity)
+        budgets[launch] = chosen.units
+    assert budgets[Launch.ROWS] == budgets[Launch.SEGMENTS] == 2304
+    assert budgets[Launch.TILES] > 8000
 
 
 def test_fits_takes_the_smallest_and_says_why_not() -> None:
@@ -216,7 +230,7 @@ class FailingTower(FakeTower):
 
 def test_a_failed_capture_stops_or_leaves_a_gap() -> None:
     tower = FailingTower()
-    planned = plan_capacities(tower.planner.paths, explicit={}, cap=20, max_items=None, launches_by_segments=False)
+    planned = plan_capacities(tower.planner.paths, explicit={}, cap=20, max_items=None, launch=Launch.ROWS)
     with pytest.raises(GraphsFailed, match=r"path main at 16 units .* --on-capture-failure eager"):
         GraphManager(tower, planned).capture(lambda *_: None, on_failure="fail")
     graphs = GraphManager(tower, planned)

@@ -14,7 +14,7 @@ from opticnerve_server.graphs import GraphManager, plan_capacities
 from opticnerve_server.models.base import VideoItem
 from opticnerve_server.models.checkpoint import write_checkpoint
 from opticnerve_server.models.grid import GridPlanner
-from opticnerve_server.types import Capacity, ItemPlan, Load, Outcome, PathPlan, Span
+from opticnerve_server.types import Capacity, ItemPlan, Launch, Load, Outcome, PathPlan, Span
 from towers import load_tower
 
 
@@ -76,7 +76,7 @@ def test_rows_equal_one_eager_forward(architecture: str, tmp_path: Path) -> None
 
     def rows(use_graphs: bool, cap: int) -> tuple[list[torch.Tensor], InProcessEngine]:
         capacities = plan_capacities(
-            tower.planner.paths, explicit={"": (cap,)}, cap=None, max_items=None, launches_by_segments=False
+            tower.planner.paths, explicit={"": (cap,)}, cap=None, max_items=None, launch=Launch.ROWS
         )
         graphs = GraphManager(tower, capacities)
         with torch.inference_mode():

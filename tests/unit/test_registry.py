@@ -29,7 +29,7 @@ from opticnerve_server.models.qwen2_5_vl import Qwen25VLConfig
 from opticnerve_server.models.qwen2_vl import Qwen2VLConfig
 from opticnerve_server.models.qwen3_vl import Qwen3VLConfig, Qwen35Config
 from opticnerve_server.models.registry import ModelError
-from opticnerve_server.types import Layout
+from opticnerve_server.types import Launch, Layout
 
 # name: (depth, hidden, intermediate, output, levels), from the published config.json files.
 PUBLISHED = {
@@ -381,7 +381,7 @@ def test_a_backend_is_said_to_run_where_it_does(
     attend = Sdpa.attend
     monkeypatch.setattr(Sdpa, "attend", lambda *arguments: ran.append(1) or attend(*arguments))
     tower = build("sdpa").tower
-    capacities = plan_capacities(planner.paths, explicit={}, cap=256, max_items=1, launches_by_segments=False)
+    capacities = plan_capacities(planner.paths, explicit={}, cap=256, max_items=1, launch=Launch.ROWS)
     with torch.inference_mode():
         GraphManager(tower, capacities).estimate()
     dense = architecture in registry.DENSE

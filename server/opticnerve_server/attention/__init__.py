@@ -52,13 +52,12 @@ def _best(device: torch.device, dtype: torch.dtype, obstacle: str) -> tuple[Atte
 
     what = f"{dtype} on CUDA".replace("torch.", "")
     found = installed(_capability(device))
-    if found is None or found[1] == "flash-attn-2":  # torch_varlen is the same kernel
+    if found is None or found.name == "flash-attn-2":  # torch_varlen is the same kernel
         return TorchVarlen(), f"{what}, and neither flash-attn-4 nor flash-attn-3 is installed"
     from .by_length import WINDOW_ROWS, ByLength
 
-    function, package = found
-    reason = f"{what}: {package} for long segments, torch_varlen for those of up to {WINDOW_ROWS} rows"
-    return ByLength(TorchVarlen(), FlashAttn(function)), reason
+    reason = f"{what}: {found.name} for long segments, torch_varlen for those of up to {WINDOW_ROWS} rows"
+    return ByLength(TorchVarlen(), FlashAttn(found)), reason
 
 
 def _named(name: str, device: torch.device, head_dim: int) -> tuple[AttentionBackend | None, str]:
@@ -73,7 +72,7 @@ def _named(name: str, device: torch.device, head_dim: int) -> tuple[AttentionBac
         found = installed(_capability(device))
         if found is None:
             return None, "none of flash-attn-4, flash-attn-3 and flash-attn is installed (extra: flash-attn)"
-        return FlashAttn(found[0]), ""
+        return FlashAttn(found), ""
     if head_dim > 128:
         return None, f"it takes head sizes up to 128, the tower's is {head_dim}"
     from .flashinfer import FlashInfer

@@ -6,6 +6,8 @@ from typing import Protocol
 
 import torch
 
+from ..types import Launch
+
 
 class AttentionBackend(Protocol):
     """Packed attention over many sequences that lie one behind another, one file a backend.
@@ -14,8 +16,8 @@ class AttentionBackend(Protocol):
     """
 
     name: str
-    launches_by_segments: bool
-    """Whether a launch costs segments x longest, whatever they hold, so that tight capacities pay."""
+    launch: Launch
+    """The classes of a budget follow from it (`graphs.plan_capacities`)."""
 
     def attend(
         self,

@@ -15,11 +15,9 @@ take 123 in torch_varlen, 159 in flashinfer and 355 in flash-attn-4; one segment
 class ByLength:
     """Chooses by the bound of a segment's length, which is fixed when a graph is captured: never by the batch."""
 
-    launches_by_segments = True
-
     def __init__(self, windows: AttentionBackend, long: AttentionBackend) -> None:
         self._windows, self._long = windows, long
-        self.name = long.name
+        self.name, self.launch = long.name, long.launch
 
     def attend(
         self,

@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from ..types import Launch
+
 PACKAGES = (
-    ("flash_attn.cute.interface", "flash-attn-4", 9),
-    ("flash_attn_interface", "flash-attn-3", 9),
-    ("flash_attn", "flash-attn-2", 8),
+    ("flash_attn.cute.interface", "flash-attn-4", 9, Launch.SEGMENTS),
+    ("flash_attn_interface", "flash-attn-3", 9, Launch.TILES),
+    ("flash_attn", "flash-attn-2", 8, Launch.TILES),
 )
-"""Module, name, and the least major compute capability that it runs on; the first that can be imported is taken."""
+"""Module, name, the least major compute capability that it runs on, and its launch; the first that can be imported is
+taken. FlashAttention 4.0.0b36 launches a tile for every 128 rows and one more a segment, in `cute/tile_scheduler.py`
+(`SingleTileVarlenScheduler`); 3 was not looked into."""
 
 
-def installed(capability: int) -> tuple[Any, str] | None:
-    """The function of the first package that is installed and runs on this capability, and the package's name."""
-    for module, name, least in PACKAGES:
+class Package(NamedTuple):
+    """What is installed."""
+
+    attend: Any  # its flash_attn_varlen_func
+    name: str
+    launch: Launch
+
+
+def installed(capability: int) -> Package | None:
+    """The first package that is installed and runs on this capability."""
+    for module, name, least, launch in PACKAGES:
         if capability >= least:
             try:
-                return importlib.import_module(module).flash_attn_varlen_func, name
+                return Package(importlib.import_module(module).flash_attn_varlen_func, name, launch)
             except (ImportError, AttributeError):
                 continue
     return None
@@ -30,11 +42,9 @@ class FlashAttn:
     """One launch for all segments. CUDA, float16 and bfloat16, head sizes that are multiples of 8."""
 
     name = "flash_attn"
-    launches_by_segments = True
 
-    def __init__(self, function: Any) -> None:
-        """`function` is what `installed` found."""
-        self._function = function
+    def __init__(self, package: Package) -> None:
+        self._function, self.launch = package.attend, package.launch
 
     def attend(
         self,

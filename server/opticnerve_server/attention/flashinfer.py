@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ..types import Launch
+
 WORKSPACE_BYTES = 128 << 20
 
 
@@ -17,7 +19,7 @@ class FlashInfer:
     """
 
     name = "flashinfer"
-    launches_by_segments = True
+    launch = Launch.TILES
 
     def __init__(self) -> None:
         """Raises ImportError where flashinfer or cuDNN's front-end is not installed."""

@@ -6,13 +6,14 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from .. import kernels
+from ..types import Launch
 
 
 class Sdpa:
     """On a CPU one call a segment; elsewhere one call under a mask of num_rows x rows bytes, a reference only."""
 
     name = "sdpa"
-    launches_by_segments = False
+    launch = Launch.ROWS
 
     def attend(
         self,

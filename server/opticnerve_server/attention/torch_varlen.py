@@ -8,6 +8,8 @@ from functools import partial
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
+from ..types import Launch
+
 # Split-KV chooses its splits by the longest segment of the batch, and with them the order of the sums: without it a
 # segment's result does not depend on its neighbours. Releases without the argument never split here.
 _SPLITS = "num_splits" in inspect.signature(varlen_attn).parameters
@@ -18,7 +20,7 @@ class TorchVarlen:
     """One launch for all segments, over a grid of segments x longest. CUDA, float16 and bfloat16."""
 
     name = "torch_varlen"
-    launches_by_segments = True
+    launch = Launch.TILES
 
     def attend(
         self,

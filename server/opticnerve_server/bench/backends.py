@@ -57,7 +57,7 @@ def _runs(built: Built) -> str:
         return name
     found = installed(torch.cuda.get_device_capability(built.tower.device)[0])
     assert found is not None  # it runs
-    return found[1]
+    return found.name
 
 
 def _replays(built: Built, repeats: int, started: float) -> tuple[list[float], float]:

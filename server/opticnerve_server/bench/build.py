@@ -104,7 +104,7 @@ def capture(
             explicit=explicit or {},
             cap=cap or (GPU_TOKEN_CAP if on_cuda else CPU_TOKEN_CAP),
             max_items=max_items,
-            launches_by_segments=built.attention.launches_by_segments,
+            launch=built.attention.launch,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from ..graphs import GraphManager, eager_capacity, plan_capacities
 from ..models.base import PathSpec
-from ..types import Capacity, ItemPlan, Load
+from ..types import Capacity, ItemPlan, Launch, Load
 from .build import Built
 
 Capacities = Mapping[str, Sequence[Capacity]]
@@ -51,16 +51,16 @@ def most_images(paths: Mapping[str, PathSpec], cap: int) -> int:
     return max(1, min(cap // lowest, lowest))
 
 
-def greedy_capacities(paths: Mapping[str, PathSpec], ours: Capacities, cap: int, by_segments: bool) -> Capacities:
+def greedy_capacities(paths: Mapping[str, PathSpec], ours: Capacities, cap: int, launch: Launch) -> Capacities:
     """What `greedy` captures, on every path up to the largest budget of `ours`."""
     explicit = {
         name: [units * spec.tokens_per_unit for units in doubled(spec.min_units, ours[name][-1].units)]
         for name, spec in paths.items()
     }
     images = most_images(paths, cap)
-    planned = plan_capacities(paths, explicit=explicit, cap=None, max_items=images, launches_by_segments=by_segments)
+    planned = plan_capacities(paths, explicit=explicit, cap=None, max_items=images, launch=launch)
     for name, spec in paths.items():
-        if not spec.fixed_units and by_segments:
+        if not spec.fixed_units and launch is Launch.TILES:
             budgets = {capacity.units: capacity.items for capacity in planned[name]}
             planned[name] += [
                 Capacity(units, items, segments=items, longest=units * spec.rows_per_unit)
@@ -77,8 +77,7 @@ def smallest_first(plans: Sequence[ItemPlan]) -> list[ItemPlan]:
 
 def greedy(built: Built, ours: Capacities, cap: int) -> Policy:
     """Captures its graphs. Inference mode."""
-    by_segments = built.attention.launches_by_segments
-    capacities = greedy_capacities(built.tower.planner.paths, ours, cap, by_segments)
+    capacities = greedy_capacities(built.tower.planner.paths, ours, cap, built.attention.launch)
     graphs = GraphManager(built.tower, capacities)
     graphs.capture(lambda *_: None, on_failure="fail")
     return Policy("greedy", graphs, capacities, use_graphs=True, ordered=smallest_first)

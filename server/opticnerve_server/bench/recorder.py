@@ -64,7 +64,7 @@ class Heard:
 
     def __init__(self, backend: AttentionBackend) -> None:
         self._backend = backend
-        self.name, self.launches_by_segments = backend.name, backend.launches_by_segments
+        self.name, self.launch = backend.name, backend.launch
         self.recorder: Recorder | None = None
 
     def attend(

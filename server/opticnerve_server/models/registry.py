@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..types import Launch
 from .base import Planner, Tower
 from .config import ModelError
 from .presets import PRESETS, PROCESSORS, VIDEO_PROCESSORS
@@ -117,7 +118,7 @@ class LoadedTower:
     tower: Tower
     weights_digest: str
     attention_backend: str
-    launches_by_segments: bool  # of the backend, see attention.base.AttentionBackend
+    launch: Launch  # of the backend
     reasons: dict[str, str]
     tensors: int  # how many the weights are
 
@@ -210,7 +211,7 @@ def build_tower(
     reasons = {"device": device_reason, "dtype": dtype_reason, "attention_backend": backend_reason}
     reasons["kernels"] = f"{between.chosen(placed)}: {kernels_reason}"
     digest = tensors.finish()
-    return LoadedTower(tower, digest, backend.name, backend.launches_by_segments, reasons, tensors.count)
+    return LoadedTower(tower, digest, backend.name, backend.launch, reasons, tensors.count)
 
 
 def choose_attention(
