@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import threading
 import time
@@ -13,6 +14,7 @@ import grpc.aio
 import pytest
 from google.rpc import error_details_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from PIL import Image
 
 from fake_planner import FakePlanner
 from frontend_harness import (
@@ -31,7 +33,7 @@ from frontend_harness import (
 from opticnerve.v1 import encoder_pb2 as pb
 from opticnerve_server.interceptors import DEADLINE_TOLERANCE_S, is_expired
 from opticnerve_server.metrics import ITEMS, REJECTED, REQUESTS, Rejection, Result
-from opticnerve_server.preprocess import HEADER_THREADS, LIGHT_BYTES, LIGHT_ITEMS
+from opticnerve_server.preprocess import HEADER_THREADS, LIGHT_BYTES, LIGHT_HEADER, LIGHT_ITEMS
 
 PAIR = pb.EncodeRequest(items=[raw_item(picture(8, 8))] * 2)
 
@@ -113,16 +115,25 @@ async def test_a_few_small_files_are_planned_without_a_thread() -> None:
     async with serving() as server:
         for _ in range(HEADER_THREADS):
             server.frontend._preprocessor._headers.submit(gate.wait, 10)
-        small, large = png_item(picture(8, 8)), png_item(picture(8, 8))
+        small, large, deep, longer = (png_item(picture(8, 8)) for _ in range(4))
         large.encoded_image.data += bytes(LIGHT_BYTES)
-        heavy = (PAIR, of([small, large]), of([small] * (LIGHT_ITEMS + 1)))
+        deep.encoded_image.data = jpeg_behind(LIGHT_HEADER)
+        longer.encoded_image.data = jpeg_behind(LIGHT_HEADER // 2) + bytes(LIGHT_BYTES // 2)
+        heavy = (PAIR, of([small, large]), of([small, deep]), of([small] * (LIGHT_ITEMS + 1)))
         waiting = [asyncio.create_task(collect(server.stub.Encode(request))) for request in heavy]
-        for request in (of([small]), of([small] * LIGHT_ITEMS)):
+        for request in (of([small]), of([longer]), of([small] * LIGHT_ITEMS)):
             assert all(answer.finished for answer in (await collect(server.stub.Encode(request))).values())
         assert not any(call.done() for call in waiting)
         gate.set()
         for answers in await asyncio.gather(*waiting):
             assert all(answer.finished for answer in answers.values())
+
+
+def jpeg_behind(count: int) -> bytes:
+    """A JPEG file whose size stands behind a comment of so many bytes."""
+    written = io.BytesIO()
+    Image.fromarray(picture(8, 8)).save(written, "JPEG", comment=b" " * count)
+    return written.getvalue()
 
 
 def of(items: list[pb.Item]) -> pb.EncodeRequest:
