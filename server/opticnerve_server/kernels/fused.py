@@ -39,9 +39,10 @@ def _norm(  # type: ignore[no-untyped-def]
         normal = values * tl.rsqrt(tl.sum(values * values) / WIDTH + eps)
         result = normal.to(dtype).to(tl.float32) * gain
     else:
+        offset = tl.load(bias + column, inside, 0).to(tl.float32)  # before the sums: no load moves over their barriers
         centred = tl.where(inside, values - tl.sum(values) / WIDTH, 0)
         normal = centred * tl.rsqrt(tl.sum(centred * centred) / WIDTH + eps)
-        result = normal * gain + tl.load(bias + column, inside, 0).to(tl.float32)
+        result = normal * gain + offset
     tl.store(out + row + column, result.to(dtype), inside)
 
 
