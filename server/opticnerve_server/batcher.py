@@ -86,7 +86,10 @@ class Engine:
 
     def forget(self, number: int) -> QueuedPart | None:
         """A part that has come back; None if it had before."""
-        return self.running.pop(number, None) or self.open.pop(number, None)
+        part = self.running.pop(number, None) or self.open.pop(number, None)
+        if not self.open:
+            self.take()  # what it asked for is room again; in a batch with others its pixels may lie before theirs
+        return part
 
     def _load(self, path: str) -> Load:
         return self.load.get(path) or Load(0, 0, 0, 0)

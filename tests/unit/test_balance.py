@@ -216,6 +216,18 @@ def test_parts_of_a_dead_engine_run_on_others_once(host: Host) -> None:
     assert {part.number for part in lost} <= {part.number for part in again}, "what had not been retried is"
 
 
+def test_a_part_that_could_not_land_leaves_the_batch_as_if_it_had_never_joined() -> None:
+    host = Host(1)
+    host.call(SMALL)
+    host.call(UNITS)
+    engine = host.batcher.engines[0]
+    (number,) = engine.open
+    assert engine.forget(number) is not None
+    host.call(SMALL, SMALL)
+    assert len(engine.open) == 2
+    assert engine.started == 1
+
+
 def test_nothing_is_retried_where_nobody_is_left() -> None:
     host = Host(1)
     host.call(SMALL)
