@@ -53,6 +53,7 @@ lint: .venv/installed
 
 types: .venv/installed
 	$(BIN)/mypy
+	$(BIN)/mypy deploy/demo/demo.py deploy/examples/gateway.py deploy/image/try.py
 
 wire: .venv/installed
 	$(BIN)/buf lint proto
