@@ -34,7 +34,7 @@ from .types import ItemPlan
 HEADER_THREADS = 2
 LIGHT_ITEMS, LIGHT_BYTES, LIGHT_HEADER, LIGHT_SIDE = 4, 128 << 10, 4 << 10, 8192
 """Calls of up to so many image files, in a request of up to so many bytes, are planned where they arrive if the sizes
-stand in their first bytes, so many of all files together, and no side has more pixels: in 0.1 ms, or 3 if headers of
+stand in their first bytes, so many of all files together, and no side has more pixels: in 0.1 ms, or 2 if headers of
 tiny segments were made to be slow. Waking a thread and being woken takes 0.4. A longer side could mean thousands of
 crops.
 """
