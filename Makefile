@@ -12,7 +12,7 @@
 
 .SUFFIXES:
 .DELETE_ON_ERROR:
-.PHONY: demo test test-deploy chart image-test check lint types wire generated proto bench vllm lock
+.PHONY: demo help test test-deploy chart image-test check lint types wire generated proto bench vllm lock
 
 # Without byte code on disk every import of torch is twice as slow.
 unexport PYTHONDONTWRITEBYTECODE
@@ -24,6 +24,9 @@ FIND_LINKS := $(if $(PIP_FIND_LINKS),--find-links "$(PIP_FIND_LINKS)")
 
 demo: .venv/installed
 	$(BIN)/python deploy/demo/demo.py $(ARGS)
+
+help:
+	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
 
 test: .venv/installed .sglang/wheel $(BIN)/helm
 	$(BIN)/python -m pytest $(ARGS)
@@ -50,6 +53,7 @@ lint: .venv/installed
 
 types: .venv/installed
 	$(BIN)/mypy
+	$(BIN)/mypy deploy/demo/demo.py deploy/examples/gateway.py deploy/image/try.py
 
 wire: .venv/installed
 	$(BIN)/buf lint proto

@@ -167,7 +167,7 @@ class DrainingError(UnavailableError):
 
 
 class GpuFaultError(UnavailableError):
-    """The server's device broke; it is about to exit."""
+    """The server's device broke, or does not compute at present."""
 
 
 class DeadlineExceededError(ServerError):

@@ -127,9 +127,9 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Embedding:
-    """The rows of one item. The caller owns the memory; it is one buffer, and every view here shares it."""
+    """The rows of one item. The memory is the caller's, to write to as well; every view here shares it."""
 
-    array: Array = field(repr=False)  # [T, W], of the dtype that was asked for
+    array: Array = field(repr=False)  # [T, W] of the dtype that was asked for; bfloat16 is that of ml_dtypes
     hidden: int  # H
     plan: ItemPlan
     digest: bytes  # SHA-256 of the canonical media, as `opticnerve.digest` gives it
@@ -169,7 +169,7 @@ class Embedding:
 
     @property
     def outcome(self) -> Literal["replay", "eager", "store"]:
-        """ "replay" when every path replayed a captured graph (a hit), "eager" when any did not (a miss)."""
+        """How: "replay" where a graph ran on every path (a hit), "eager" where any did not, "store" for stored rows."""
         if self.store_hit:
             return "store"
         return "eager" if any(dispatch.outcome == "eager" for dispatch in self.dispatches) else "replay"

@@ -122,7 +122,7 @@ def encode_eagerly(model: Path, images: list[Path]) -> list[np.ndarray]:
         attention_backend="sdpa",
         kernels="auto",
     )
-    capacities = plan_capacities(planner.paths, explicit={}, cap=64, max_items=1, launches_by_segments=False)
+    capacities = plan_capacities(planner.paths, explicit={}, cap=64, max_items=1, launch=loaded.launch)
     rows = []
     graphs = GraphManager(loaded.tower, capacities)
     with InProcessEngine(loaded.tower, graphs, capacities, use_graphs=False, slot_bytes=256 << 20) as engine:

@@ -62,7 +62,12 @@ class Candidate(Protocol):
     cost: float
     """Of the open batch."""
     free_at: float
-    """When it is predicted to take the open batch, time.monotonic(); in the past: it is due, or takes it now."""
+    """When it is predicted to have computed what it started, time.monotonic(); in the past: it is late, or idle."""
+
+    @property
+    def started(self) -> int:
+        """Batches that it has not computed."""
+        ...
 
     def holds(self, plan: ItemPlan) -> bool:
         """Whether the open batch has room for a part."""
@@ -73,10 +78,15 @@ C = TypeVar("C", bound=Candidate)
 
 
 def choose(engines: Iterable[C], plan: ItemPlan, cost: float, pace: Pace, now: float) -> C | None:
-    """The engine whose open batch a part joins: where that ends first; of equals the fullest. None: all are full."""
+    """The engine whose open batch a part joins: where that ends first; of equals an idle one, then the fullest.
 
-    def ends(engine: C) -> tuple[float, float]:
-        return max(engine.free_at, now) + pace.time(engine.cost + cost), -engine.cost
+    A device that is late is expected to be late by as much again: one slower than others, or stuck, gets what they do
+    not take earlier. None: all are full.
+    """
+
+    def ends(engine: C) -> tuple[float, int, float]:
+        free_in = abs(engine.free_at - now) if engine.started else 0.0
+        return now + free_in + pace.time(engine.cost + cost), engine.started, -engine.cost
 
     return min((engine for engine in engines if engine.holds(plan)), key=ends, default=None)
 

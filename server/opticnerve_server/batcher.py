@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -53,12 +54,17 @@ class Engine:
     paths: Mapping[str, PathState]  # what bounds a batch, by path
     send: Callable[[Land | Run], None]
     works: bool = True
-    started: int = 0  # batches that it has not computed
+    predicted: deque[float] = field(default_factory=deque)  # seconds of the batches that it has not computed
     free_at: float = 0.0
     cost: float = 0.0  # of the open batch, as are the next
     load: dict[str, Load] = field(default_factory=dict)
     open: dict[int, QueuedPart] = field(default_factory=dict)
     running: dict[int, QueuedPart] = field(default_factory=dict)  # started, not reported
+
+    @property
+    def started(self) -> int:
+        """Batches that it has not computed."""
+        return len(self.predicted)
 
     def holds(self, plan: ItemPlan) -> bool:
         """Whether the open batch has room. A part that no capacity holds is alone in its batch."""
@@ -80,7 +86,10 @@ class Engine:
 
     def forget(self, number: int) -> QueuedPart | None:
         """A part that has come back; None if it had before."""
-        return self.running.pop(number, None) or self.open.pop(number, None)
+        part = self.running.pop(number, None) or self.open.pop(number, None)
+        if not self.open:
+            self.take()  # what it asked for is room again; in a batch with others its pixels may lie before theirs
+        return part
 
     def _load(self, path: str) -> Load:
         return self.load.get(path) or Load(0, 0, 0, 0)
@@ -111,7 +120,7 @@ class Batcher:
         """Let ready parts join open batches, and devices take theirs; what was dropped: nobody waits for it."""
         dropped: list[QueuedPart] = []
         self.fill()
-        while taking := [engine for engine in self.engines.values() if engine.open and self._takes(engine)]:
+        while taking := self._taking():
             for engine in taking:
                 dropped += self._start(engine)
             self.fill()  # what had no room lands while these run
@@ -133,9 +142,8 @@ class Batcher:
     def computed(self, device: int) -> None:
         """A device could take another batch."""
         engine = self.engines[device]
-        engine.started -= 1
-        if not engine.started:
-            engine.free_at = 0.0
+        engine.predicted.popleft()
+        engine.free_at = self._now() + sum(engine.predicted)
 
     def done(self, device: int, message: Done) -> list[QueuedPart]:
         """The parts that have run together, in the order of the message."""
@@ -170,16 +178,24 @@ class Batcher:
         engines = list(self.engines.values())
         return [engine for engine in engines if engine.works] or engines
 
-    def _takes(self, engine: Engine) -> bool:
-        """Whether a device takes its batch now: it has no other, or parts are left that no open batch has room for."""
-        return engine.started < (MAX_STARTED if self._ready else 1)
+    def _taking(self) -> list[Engine]:
+        """Whose devices take their batches now: all that have no other. If none is idle, and parts are left that no
+        open batch has room for, it is the one that is free first: then there is room, and the others fill on.
+        """
+        waiting = [engine for engine in self.engines.values() if engine.open]
+        idle = [engine for engine in waiting if not engine.started]
+        if idle or not self._ready:
+            return idle
+        ahead = [engine for engine in waiting if engine.started < MAX_STARTED]
+        return [min(ahead, key=lambda engine: engine.free_at)] if ahead else []
 
     def _start(self, engine: Engine) -> list[QueuedPart]:
         """Let a device take its open batch; what is left out: it expired, or was released."""
         now, taken = self._now(), engine.take()
         wanted = {part.number: part for part in taken if self._ledger.is_wanted(part.item, now)}
         engine.running |= wanted
-        engine.started += 1
-        engine.free_at = max(engine.free_at, now) + self.pace.time(sum(part.cost for part in wanted.values()))
+        seconds = self.pace.time(sum(part.cost for part in wanted.values())) if wanted else 0.0
+        engine.predicted.append(seconds)
+        engine.free_at = max(engine.free_at, now) + seconds
         engine.send(Run(list(wanted)))
         return [part for part in taken if part.number not in wanted]

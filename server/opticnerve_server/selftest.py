@@ -8,6 +8,7 @@ poisoned first: bytes of 255, which are NaN as floats and out of range as indice
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ import torch
 
 from .budgets import holds
 from .buffers import Packing
-from .graphs import Graph, GraphManager, GraphsFailed, eager_capacity
+from .graphs import FEW_SEGMENTS, Graph, GraphManager, GraphsFailed, eager_capacity
 from .models.base import PIXELS, ImageItem, PlanError, Planner, Tower
 from .types import Capacity, ItemPlan, Load
 
@@ -33,7 +34,11 @@ ELSEWHERE = 1 << 26
 
 
 def sample_parts(planner: Planner, path: str, capacity: Capacity) -> list[ItemPlan]:
-    """Images that fill a capacity as far as their sizes allow, the largest first; none if the smallest is too big."""
+    """Images that fill a capacity as far as their sizes allow; none if the smallest is too big.
+
+    The largest first where segments are few. Else one of half the units at most, then as many small ones as there is
+    room for: a batch of one segment would try nothing that a graph of few segments does not.
+    """
     plans: dict[tuple[int, int, int], ItemPlan] = {}
     for side in (*range(4, 32, 4), *range(32, 4096, 32)):
         for height, width in ((side, side), (side, 2 * side)):
@@ -42,9 +47,18 @@ def sample_parts(planner: Planner, path: str, capacity: Capacity) -> list[ItemPl
             except PlanError:
                 continue
             plans[plan.height, plan.width, plan.paths[path].units] = plan
+
+    def units(plan: ItemPlan) -> int:
+        return plan.paths[path].units
+
+    sizes = sorted(plans.values(), key=units, reverse=True)
     parts: list[ItemPlan] = []
-    for plan in sorted(plans.values(), key=lambda plan: plan.paths[path].units, reverse=True):
-        while plan.paths[path].units and holds(capacity, Load.of(part.paths[path] for part in [*parts, plan])):
+    if capacity.segments > FEW_SEGMENTS:
+        half = replace(capacity, units=capacity.units // 2)
+        parts = [plan for plan in sizes if units(plan) and holds(half, Load.of([plan.paths[path]]))][:1]
+        sizes = sorted(plans.values(), key=units)  # of equals still the smallest image first
+    for plan in sizes:
+        while units(plan) and holds(capacity, Load.of(part.paths[path] for part in [*parts, plan])):
             parts.append(plan)
     return parts
 

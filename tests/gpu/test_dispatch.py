@@ -5,9 +5,8 @@ On a real device all architectures, and on the recorder that stands for CUDA one
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ from opticnerve_server.graphs import GraphManager, plan_capacities
 from opticnerve_server.models import registry
 from opticnerve_server.models.base import ImageItem, Tower
 from opticnerve_server.models.checkpoint import write_checkpoint
+from opticnerve_server.parts import Batch, Part
 from opticnerve_server.selftest import TOLERANCE, sample_parts, self_test
 from opticnerve_server.types import Capacity, Outcome
 
@@ -67,23 +67,34 @@ def rows_of(engine: InProcessEngine, calls: list[Sizes]) -> list[torch.Tensor]:
     return rows
 
 
-def poisoner(graphs: GraphManager, engine: Callable[[], InProcessEngine]) -> Callable[[], None]:
-    """Overwrites, after each batch, what only that batch may still have been using."""
-    computed = 0
+def poison(engine: InProcessEngine, graphs: GraphManager) -> None:
+    """From now on, whatever a batch is about to use is overwritten before, where the batch before has let go of it.
 
-    def poison() -> None:
-        nonlocal computed
-        with torch.inference_mode():
-            graphs.arena.fill_(255)
-            engine().dispatcher._landings[computed % 2].block.fill_(255)
-            engine().dispatcher._staging[computed % 2].block.fill_(255)
-            for output in graphs._outputs.values():
-                output.fill_(float("nan"))
-            if graphs.arena.is_cuda:
-                torch.cuda.synchronize()
-        computed += 1
+    On the device thread, and in the order of its streams: a batch may be launched while another is computed.
+    """
+    dispatcher = engine.dispatcher
+    streams, land, launch = dispatcher._streams, dispatcher.land, dispatcher._launch
 
-    return poison
+    @torch.inference_mode()
+    def poisoned_land(part: Part) -> int:
+        landing, before = dispatcher._landings[dispatcher._turn], dispatcher._computed[dispatcher._turn]
+        if not landing.used:
+            streams.copy_in()
+            if before is not None:
+                streams.wait(before)
+            landing.block.fill_(255)
+        return land(part)
+
+    @torch.inference_mode()
+    def poisoned_launch(batch: Batch, turn: int, taken_at: float) -> Any:
+        dispatcher._staging[turn].block.fill_(255)
+        streams.compute()
+        graphs.arena.fill_(255)
+        for output in graphs._outputs.values():
+            output.fill_(float("nan"))
+        return launch(batch, turn, taken_at)
+
+    dispatcher.land, dispatcher._launch = poisoned_land, poisoned_launch  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -110,11 +121,8 @@ def test_overlapping_batches_with_poison_equal_eager_ones(device: str, architect
     calls = [[sizes[i] for i in rng.integers(0, len(sizes), rng.integers(1, 9))] for _ in range(count)]
     with InProcessEngine(tower, graphs, capacities, use_graphs=False) as engine:
         expected = rows_of(engine, calls)
-    holder: list[InProcessEngine] = []
-    with InProcessEngine(
-        tower, graphs, capacities, use_graphs=True, on_computed=poisoner(graphs, lambda: holder[0])
-    ) as engine:
-        holder.append(engine)
+    with InProcessEngine(tower, graphs, capacities, use_graphs=True) as engine:
+        poison(engine, graphs)
         replayed = rows_of(engine, calls)
         assert len(engine.batches) >= 3
         assert {run.outcome for batch in engine.batches for run in batch.runs} == {Outcome.HIT}

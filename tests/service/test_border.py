@@ -33,7 +33,7 @@ from frontend_harness import (
 from opticnerve.v1 import encoder_pb2 as pb
 from opticnerve_server.interceptors import DEADLINE_TOLERANCE_S, is_expired
 from opticnerve_server.metrics import ITEMS, REJECTED, REQUESTS, Rejection, Result
-from opticnerve_server.preprocess import HEADER_THREADS, LIGHT_BYTES, LIGHT_HEADER, LIGHT_ITEMS
+from opticnerve_server.preprocess import HEADER_THREADS, LIGHT_BYTES, LIGHT_HEADER, LIGHT_ITEMS, LIGHT_SIDE
 
 PAIR = pb.EncodeRequest(items=[raw_item(picture(8, 8))] * 2)
 
@@ -115,18 +115,28 @@ async def test_a_few_small_files_are_planned_without_a_thread() -> None:
     async with serving() as server:
         for _ in range(HEADER_THREADS):
             server.frontend._preprocessor._headers.submit(gate.wait, 10)
-        small, large, deep, longer = (png_item(picture(8, 8)) for _ in range(4))
+        small, large, deep, longer, half = (png_item(picture(8, 8)) for _ in range(5))
         large.encoded_image.data += bytes(LIGHT_BYTES)
         deep.encoded_image.data = jpeg_behind(LIGHT_HEADER)
-        longer.encoded_image.data = jpeg_behind(LIGHT_HEADER // 2) + bytes(LIGHT_BYTES // 2)
-        heavy = (PAIR, of([small, large]), of([small, deep]), of([small] * (LIGHT_ITEMS + 1)))
+        half.encoded_image.data = jpeg_behind(LIGHT_HEADER // 2)
+        longer.encoded_image.data = half.encoded_image.data + bytes(LIGHT_BYTES // 2)
+        strip = png_item(0 * picture(8, LIGHT_SIDE + 8))
+        heavy = (
+            PAIR,
+            of([small, large]),
+            of([small, deep]),
+            of([half] * 2),
+            of([small] * (LIGHT_ITEMS + 1)),
+            of([strip]),
+        )
         waiting = [asyncio.create_task(collect(server.stub.Encode(request))) for request in heavy]
         for request in (of([small]), of([longer]), of([small] * LIGHT_ITEMS)):
             assert all(answer.finished for answer in (await collect(server.stub.Encode(request))).values())
         assert not any(call.done() for call in waiting)
         gate.set()
-        for answers in await asyncio.gather(*waiting):
-            assert all(answer.finished for answer in answers.values())
+        *planned, refused = await asyncio.gather(*waiting)
+        assert all(answer.finished for answers in planned for answer in answers.values())
+        assert refused[0].failed, "this planner takes no such strip"
 
 
 def jpeg_behind(count: int) -> bytes:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -39,9 +40,9 @@ def plan_of(units: int, segments: int = 1) -> ItemPlan:
 class Host:
     """Engines that do what they are told, when the test says so."""
 
-    def __init__(self, engines: int) -> None:
+    def __init__(self, engines: int, now: Callable[[], float] = time.monotonic) -> None:
         self.ledger = Ledger(max_items=4096, max_tokens=1 << 30, max_bytes=1 << 30)
-        self.batcher = Batcher(self.ledger)
+        self.batcher = Batcher(self.ledger, now)
         self.said: dict[int, list[Land | Run]] = {}
         self.calls = itertools.count()
         self.answered: list[int] = []  # calls
@@ -80,7 +81,8 @@ class Host:
         """The device has computed what runs, and its rows are there."""
         engine = self.batcher.engines[device]
         done = Done([PartDone(number, []) for number in engine.running], 0.0, seconds, 0.0)
-        self.batcher.computed(device)
+        while engine.started:
+            self.batcher.computed(device)
         self.settle(self.batcher.done(device, done))
         assert self.batcher.schedule() == []
 
@@ -150,6 +152,45 @@ def test_parts_without_room_wait_for_whichever_engine_takes_its_batch_first() ->
     assert [part.plan.tokens for part in host.batcher.engines[1].open.values()] == [LARGE]
 
 
+def test_a_part_without_room_makes_one_device_take_its_batch_ahead() -> None:
+    host = Host(2)
+    host.call(UNITS)
+    host.call(UNITS)
+    host.call(LARGE)
+    host.call(LARGE)
+    engines = host.batcher.engines.values()
+    assert [(engine.started, len(engine.open)) for engine in engines] == [(1, 1), (1, 1)]
+    host.call(UNITS)  # no open batch has room for it
+    assert [(engine.started, len(engine.open)) for engine in engines] == [(2, 1), (1, 1)]
+    host.call(SMALL)
+    assert [len(engine.open) for engine in engines] == [1, 2], "the other goes on to fill"
+
+
+def test_a_late_device_gets_nothing_that_others_take_earlier() -> None:
+    clock = [1000.0]
+    host = Host(3, lambda: clock[0])
+    for units in (SMALL, LARGE):
+        host.call(units)
+    clock[0] += 10.0
+    host.call(SMALL)
+    engines = host.batcher.engines
+    assert [engine.started for engine in engines.values()] == [1, 1, 1], "the idle one, though all seem to be free"
+    host.call(SMALL)
+    assert [len(engine.open) for engine in engines.values()] == [0, 0, 1], "not where the device is 10 s late"
+
+
+def test_what_a_device_is_expected_to_take_is_counted_from_its_last_batch() -> None:
+    clock = [1000.0]
+    host = Host(1, lambda: clock[0])
+    host.call(UNITS, UNITS, LARGE)
+    engine = host.batcher.engines[0]
+    assert [engine.started, len(engine.open)] == [2, 1]
+    for now in (1000.001, 1010.0):  # earlier than expected, and later
+        clock[0] = now
+        host.batcher.computed(0)
+        assert engine.free_at == now + sum(engine.predicted)
+
+
 def test_an_engine_that_does_not_compute_gets_nothing_while_others_do(host: Host) -> None:
     for device in range(1, 8):
         host.batcher.engines[device].works = False
@@ -173,6 +214,18 @@ def test_parts_of_a_dead_engine_run_on_others_once(host: Host) -> None:
     lost = host.batcher.lose(device)
     assert lost
     assert {part.number for part in lost} <= {part.number for part in again}, "what had not been retried is"
+
+
+def test_a_part_that_could_not_land_leaves_the_batch_as_if_it_had_never_joined() -> None:
+    host = Host(1)
+    host.call(SMALL)
+    host.call(UNITS)
+    engine = host.batcher.engines[0]
+    (number,) = engine.open
+    assert engine.forget(number) is not None
+    host.call(SMALL, SMALL)
+    assert len(engine.open) == 2
+    assert engine.started == 1
 
 
 def test_nothing_is_retried_where_nobody_is_left() -> None:
@@ -230,3 +283,4 @@ def test_the_rule_of_the_server_beats_those_that_bind_early() -> None:
     assert means["ours"] < 0.9 * min(means["round robin"], means["by count"])
     full = bench.simulate(bench.RULES["ours"], 4, None, 4, 2.0, seed=1)
     assert max(full.busy.values()) < 1.1 * sum(full.busy.values()) / len(full.busy)
+    assert max(full.busy.values()) < 1.1 * full.now, "a device computes one batch at a time"

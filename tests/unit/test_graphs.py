@@ -188,6 +188,11 @@ def test_samples_fill_a_capacity() -> None:
     assert sum(part.paths["main"].units for part in parts) > 128
 
 
+def test_samples_of_a_capacity_of_many_segments_are_many_beside_a_long_one() -> None:
+    parts = sample_parts(FakeTower().planner, "main", Capacity(256, 40, 40, 512))
+    assert [part.paths["main"].longest for part in parts] == [256, *[2] * 39]
+
+
 class LeakyTower(FakeTower):
     """Its mean takes in rows behind the last segment."""
 

@@ -87,6 +87,7 @@ class Host:
         self.ledger = Ledger(max_items=1 << 20, max_tokens=1 << 40, max_bytes=1 << 40)
         self.batcher = rule(self.ledger, lambda: self.now)
         self.busy = dict.fromkeys(range(engines), 0.0)
+        self._free_at = dict.fromkeys(range(engines), 0.0)
         self.latencies: list[float] = []
         self._random = random.Random(seed)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -130,7 +131,8 @@ class Host:
                 parts = [self.batcher.engines[device].running[number] for number in message.numbers]
                 seconds = service_time(parts) * self._random.uniform(1 - NOISE, 1 + NOISE)
                 self.busy[device] += seconds
-                self.at(self.now + seconds, lambda: self._computed(device, message.numbers, seconds))
+                self._free_at[device] = max(self._free_at[device], self.now) + seconds
+                self.at(self._free_at[device], lambda: self._computed(device, message.numbers, seconds))
 
         return send
 

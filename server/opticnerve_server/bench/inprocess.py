@@ -55,9 +55,8 @@ class InProcessEngine:
         *,
         use_graphs: bool,
         slot_bytes: int = 2 << 30,
-        on_computed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`capacities` bound batches. `on_computed` runs on the finisher after each, before the device is free."""
+        """`capacities` bound batches."""
         self.tower = tower
         self.slots = torch.empty(slot_bytes, dtype=torch.uint8, pin_memory=tower.device.type == "cuda")
         self.ledger = Ledger(max_items=1 << 16, max_tokens=1 << 30, max_bytes=slot_bytes)
@@ -66,7 +65,6 @@ class InProcessEngine:
         self._lock = threading.Lock()  # of the batcher
         self.batcher = Batcher(self.ledger)
         self.batcher.engines[0] = Engine(0, path_states(tower.planner, capacities), self._inbox.put)
-        self._on_computed = on_computed
         self.dispatcher = Dispatcher(
             tower,
             graphs,
@@ -191,7 +189,6 @@ class InProcessEngine:
 
     def _computed(self) -> None:
         self.computed_at.append(time.perf_counter())
-        self._on_computed()
         with self._lock:
             self.batcher.computed(0)
             self.batcher.schedule()
