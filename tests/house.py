@@ -168,6 +168,16 @@ class House:
         assert not finisher.is_alive()
         self._run = self.taken.append
 
+    def finish_behind(self, launching: threading.Thread) -> None:
+        """Let the finisher report what was launched, which `launching` waits for, and end both."""
+        finisher = threading.Thread(target=self.dispatcher.finish_forever)
+        finisher.start()
+        launching.join(10)
+        self.dispatcher.stop()
+        finisher.join(10)
+        assert not launching.is_alive()
+        assert not finisher.is_alive()
+
     def _poison_launch(self, staging: Staging) -> None:
         """What a launch finds that reads what it has not written; not by torch, which a test may watch."""
         staging.block.numpy().fill(255)

@@ -78,8 +78,7 @@ class Runner:
 
         Raises DeviceBroken.
         """
-        if not self.works and batch.parts:
-            self._settle()
+        if not self.works and batch.parts:  # then nothing has been launched since
             self._ask_sentinel()
         if self.works:
             failure = self._attempt(batch)

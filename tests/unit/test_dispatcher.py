@@ -80,11 +80,7 @@ def test_a_third_batch_waits_until_the_rows_of_the_first_are_out() -> None:
     third.start()
     third.join(0.1)
     assert third.is_alive()
-    finisher = threading.Thread(target=house.dispatcher.finish_forever)
-    finisher.start()
-    third.join(10)
-    house.dispatcher.stop()
-    finisher.join(10)
+    house.finish_behind(third)
     for call in range(3):
         house.check(call)
 

@@ -213,11 +213,7 @@ def test_a_batch_that_fails_behind_another_lets_that_end_first() -> None:
     failing.start()
     failing.join(0.1)
     assert failing.is_alive()
-    finisher = threading.Thread(target=house.dispatcher.finish_forever)
-    finisher.start()
-    failing.join(10)
-    house.dispatcher.stop()
-    finisher.join(10)
+    house.finish_behind(failing)
     assert house.failed == {2: FAILED}
     for call in (0, 1):
         house.check(call)
