@@ -59,6 +59,7 @@ class Order:
 
     def compute(self) -> None:
         self.current = "compute"
+        join(self.clocks.setdefault("compute", {}), self.clocks.setdefault("copy_in", {}))
 
     def copy_out(self) -> None:
         self.current = "copy_out"

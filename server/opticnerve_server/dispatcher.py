@@ -170,10 +170,7 @@ class Dispatcher:
     def _launch(self, batch: Batch, turn: int, taken_at: float) -> _Launched:
         """What goes before the first replay keeps an idle device waiting, what goes behind it does not."""
         streams = self._streams
-        streams.copy_in()
-        landed = streams.record()
         streams.compute()
-        streams.wait(landed)
         began = streams.record()  # behind the batch before
         self._staging[turn].open()
         runs, lines = [], {}
@@ -227,12 +224,9 @@ class Dispatcher:
         index = self._tower.gather_index(batch.plans, counts)
         staged = self._staging[turn].take(index.nbytes)
         staged.numpy()[...] = index.view(np.uint8)
-        streams = self._streams
-        streams.copy_in()
+        self._streams.copy_in()
         sent = staged.to(self._tower.device, non_blocking=True, copy=True).view(torch.int32)
-        arrived = streams.record()
-        streams.compute()
-        streams.wait(arrived)
+        self._streams.compute()
         return sent
 
     def _source(self, lines: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -37,13 +37,17 @@ class Streams:
         if self._cuda:
             self._in, self._compute, self._out = (torch.cuda.Stream(device) for _ in range(3))
             self._current = self._compute
+            self._copied = torch.cuda.Event()  # recorded anew each time: a wait keeps the point that it was given
 
     def copy_in(self) -> None:
         if self._cuda:
             self._use(self._in)
 
     def compute(self) -> None:
+        """Also awaits what `copy_in` has by now."""
         if self._cuda:
+            self._copied.record(self._in)
+            self._copied.wait(self._compute)
             self._use(self._compute)
 
     def copy_out(self) -> None:
