@@ -2,21 +2,15 @@
 
 Sizes of a model are compile-time constants, so a tower compiles each kernel once or twice; numbers of rows are not, so
 no batch compiles anything. Every sum of one row is made by one program: a row does not depend on its neighbours.
-
-Kernels that run in every layer are launched before the one in front of them has ended, where the GPU can (PDL,
-programmatic dependent launch): of a small batch's time a twentieth is otherwise between kernels. `gdc_wait` is where
-they await it; before that they may read weights, and nothing that a forward writes.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 _ELEMENTS = 1024
 """Numbers that one program of an elementwise kernel takes."""
@@ -28,20 +22,10 @@ def _counted(numbers: int) -> int:
     return numbers
 
 
-@functools.cache
-def _early(device: torch.device) -> dict[str, bool]:
-    """How a kernel with EARLY is launched: before the one in front of it ends, on Hopper and newer.
-
-    Graphs hold such launches from CUDA 12.3 on, which is older than any torch that this runs with.
-    """
-    early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"EARLY": early, "launch_pdl": early}
-
-
 @triton.jit  # type: ignore[untyped-decorator]
 def _norm(  # type: ignore[no-untyped-def]
     x, shift, weight, bias, out, eps,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_SHIFT: tl.constexpr, RMS: tl.constexpr, EARLY: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_SHIFT: tl.constexpr, RMS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * WIDTH
     column = tl.arange(0, BLOCK)
@@ -53,8 +37,6 @@ def _norm(  # type: ignore[no-untyped-def]
         offset = tl.load(bias + column, inside, 0).to(tl.float32)
     if HAS_SHIFT:
         missing = tl.load(shift + column, inside, 0)
-    if EARLY:
-        gdc_wait()
     values = tl.load(x + row + column, inside, 0).to(tl.float32)
     if HAS_SHIFT:
         values += missing
@@ -89,7 +71,6 @@ def _normed(
         HAS_SHIFT=shift is not None,
         RMS=bias is None,
         num_warps=warps,
-        **_early(x.device),
     )
     return out
 
@@ -108,7 +89,6 @@ def rms_norm(x: torch.Tensor, shift: torch.Tensor | None, weight: torch.Tensor, 
 def _rotate(  # type: ignore[no-untyped-def]
     qkv, turns, cu, last, rows, repeat,
     STRIDE: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, CLEAR: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program turns BLOCK pairs of all rows, of which a row has PAIRS and a head HALF.
 
@@ -118,8 +98,6 @@ def _rotate(  # type: ignore[no-untyped-def]
     row, column = numbers // (2 * PAIRS), numbers % (2 * PAIRS)
     inside = row < rows  # asked of rows, whose length is a constant: 16 bytes stay one access
     address = qkv + row.to(tl.int64) * STRIDE + column
-    if EARLY:
-        gdc_wait()
     if CLEAR:
         end = tl.load(cu + last)  # needed last, and asked for first: nothing waits for it
     turn = turns + (row % repeat) * 2 * HALF + numbers % (2 * HALF)
@@ -148,20 +126,15 @@ def rotate_(qkv: torch.Tensor, turns: torch.Tensor, cu: torch.Tensor | None = No
         HALF=head_dim // 2,
         BLOCK=block,
         CLEAR=cu is not None,
-        **_early(qkv.device),
     )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _gated(  # type: ignore[no-untyped-def]
-    gate_up, out, INNER: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
-):
+def _gated(gate_up, out, INNER: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < INNER
     address = gate_up + row * (2 * INNER) + column
-    if EARLY:
-        gdc_wait()
     gate = tl.load(address, inside, 0).to(tl.float32)
     up = tl.load(address + INNER, inside, 0).to(tl.float32)
     dtype = out.dtype.element_ty
@@ -171,18 +144,15 @@ def _gated(  # type: ignore[no-untyped-def]
 
 def gated(gate_up: torch.Tensor, inner: int) -> torch.Tensor:
     out = gate_up.new_empty(gate_up.shape[0], inner)
-    grid = (out.shape[0], triton.cdiv(inner, _ELEMENTS))
-    _gated[grid](gate_up, out, INNER=inner, BLOCK=_ELEMENTS, **_early(out.device))
+    _gated[(out.shape[0], triton.cdiv(inner, _ELEMENTS))](gate_up, out, INNER=inner, BLOCK=_ELEMENTS)
     return out
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _quick_gelu(x, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+def _quick_gelu(x, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
     number = tl.program_id(0).to(tl.int64) * WIDTH + column
-    if EARLY:
-        gdc_wait()
     value = tl.load(x + number, inside, 0).to(tl.float32)
     tl.store(out + number, (value * tl.sigmoid(1.702 * value)).to(out.dtype.element_ty), inside)
 
@@ -191,7 +161,7 @@ def quick_gelu(x: torch.Tensor) -> torch.Tensor:
     x = x.contiguous()
     out, width = torch.empty_like(x), x.shape[-1]
     grid = (x.numel() // width, triton.cdiv(width, _ELEMENTS))
-    _quick_gelu[grid](x, out, WIDTH=width, BLOCK=_ELEMENTS, **_early(x.device))
+    _quick_gelu[grid](x, out, WIDTH=width, BLOCK=_ELEMENTS)
     return out
 
 
