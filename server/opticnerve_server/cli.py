@@ -112,11 +112,18 @@ def _shown(resolved: Resolved[Config]) -> dict[str, str]:
     return {name: f"{text(getattr(resolved.config, name))}  ({source})" for name, source in resolved.sources.items()}
 
 
+def _report(said: str) -> None:
+    """Print; who reads through a pipe may have seen enough, as `head` has, before the end."""
+    try:
+        print(said, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the exit flushes what is left again
+
+
 def _serve(options: argparse.Namespace) -> int:
     resolved = _load(options)
     if options.print_config:
-        for name, shown in _shown(resolved).items():
-            print(f"{name} = {shown}")
+        _report("\n".join(f"{name} = {shown}" for name, shown in _shown(resolved).items()))
         return 0
     _need_extra()
     from . import tracing
@@ -149,7 +156,7 @@ def _check(options: argparse.Namespace) -> int:
     CredentialFiles(resolved.config)
     tracing.check(os.environ)
     report = check(resolved.config)
-    print(json.dumps(report.as_dict(), indent=2) if options.json else report.as_text())
+    _report(json.dumps(report.as_dict(), indent=2) if options.json else report.as_text())
     return 0
 
 
@@ -162,7 +169,7 @@ def _collect_env(options: argparse.Namespace) -> int:
     from .collect_env import as_text, collect_env
 
     report = collect_env(_shown(resolved))
-    print(json.dumps(report, indent=2) if options.json else as_text(report))
+    _report(json.dumps(report, indent=2) if options.json else as_text(report))
     return 0
 
 

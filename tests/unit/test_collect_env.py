@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,6 +35,16 @@ def test_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert f"opticnerve: {__version__}" in lines
     assert "  model: preset:qwen3-vl-2b  (from flag --model)" in lines
+
+
+def test_a_reader_that_has_seen_enough() -> None:
+    """As `| head` does: its end of the pipe is closed before all is written."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "opticnerve_server.cli", "collect-env", "--model", "none"]
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_settings_that_cannot_be_used(capsys: pytest.CaptureFixture[str]) -> None:
