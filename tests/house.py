@@ -67,7 +67,7 @@ class House:
         self.ledger = Ledger(max_items=200, max_tokens=100_000, max_bytes=ARENA_BYTES)
         self.inbox: queue.SimpleQueue[Land | Run] = queue.SimpleQueue()
         self.batcher = Batcher(self.ledger)
-        self.engine = Engine(0, path_states(self.tower.planner, self.capacities), self.inbox.put)
+        self.engine = Engine(0, path_states(self.tower.planner, self.capacities, use_graphs=use_graphs), self.inbox.put)
         self.batcher.engines[0] = self.engine
         self._lock = threading.RLock()  # of the batcher
         self.dispatcher = Dispatcher(

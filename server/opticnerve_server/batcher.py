@@ -3,8 +3,9 @@
 While a device is busy, ready parts join the open batches, first come first served by call, and their pixels begin to
 land. When the device is free it takes its batch as it is; a batch that is full it takes ahead, behind the one that it
 computes, for nothing would be gained by waiting. Parts that no open batch has room for stay in one queue: they go to
-whichever engine takes its batch first. An item larger than any graph, a long video, comes as several parts where its
-segments allow, and is alone in its batch otherwise.
+whichever engine takes its batch first. Later ones that fit into the padding of the graph that a batch takes go with it:
+it computes them in any case, and nobody waits longer. An item larger than any graph, a long video, comes as several
+parts where its segments allow, and is alone in its batch otherwise.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from .balance import Pace, choose, cost_of
-from .budgets import some_holds
+from .budgets import fits, some_holds
 from .claims import Item
 from .ledger import Ledger
 from .messages import Done, Land, PathState, Run, Work
-from .types import ItemPlan, Load
+from .types import Capacity, ItemPlan, Load
 
 MAX_STARTED = 2
 """Batches that a device has and has not computed: one, and a full one behind it."""
+
+LOOKED_AT = 16
+"""Waiting parts that may find a place in the padding of a batch. Simulated with images of 128 to 1536 pixels a side:
+0.6 % of a full batch is padding then, 3.8 without."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +75,20 @@ class Engine:
         """Whether the open batch has room. A part that no capacity holds is alone in its batch."""
         return not self.open or all(
             some_holds(self.paths[path].capacities, self._load(path).plus(asked))
+            for path, asked in plan.paths.items()
+            if asked.units
+        )
+
+    def pads(self, plan: ItemPlan) -> bool:
+        """Whether the graphs of the open batch have padding for a part: with it, the budgets are the same."""
+
+        def budget(path: str, load: Load) -> int:
+            state = self.paths[path]
+            chosen = fits(state.capacities, load) if load.units and state.budgets else None
+            return chosen.units if isinstance(chosen, Capacity) else 0
+
+        return all(
+            0 < budget(path, self._load(path)) == budget(path, self._load(path).plus(asked))
             for path, asked in plan.paths.items()
             if asked.units
         )
@@ -135,9 +154,7 @@ class Batcher:
             if engine is None:
                 break
             heapq.heappop(self._ready)
-            if self._ledger.to_device(part.item):
-                engine.join(part)
-                engine.send(Land(part.work))
+            self._join(engine, part)
 
     def computed(self, device: int) -> None:
         """A device could take another batch."""
@@ -173,6 +190,20 @@ class Batcher:
     def _queue(self, part: QueuedPart) -> None:
         heapq.heappush(self._ready, (part.item.order, part.item.index, part.number, part))
 
+    def _join(self, engine: Engine, part: QueuedPart) -> None:
+        if self._ledger.to_device(part.item):
+            engine.join(part)
+            engine.send(Land(part.work))
+
+    def _fill_padding(self, engine: Engine) -> None:
+        """Let waiting parts into the padding of an open batch, in their order."""
+        looked_at = [heapq.heappop(self._ready) for _ in range(min(LOOKED_AT, len(self._ready)))]
+        for entry in looked_at:
+            if engine.pads(entry[-1].plan):
+                self._join(engine, entry[-1])
+            else:
+                heapq.heappush(self._ready, entry)
+
     def _able(self) -> list[Engine]:
         """The engines whose devices compute; all if none does: it fails what comes, and finds out whether it does."""
         engines = list(self.engines.values())
@@ -191,6 +222,7 @@ class Batcher:
 
     def _start(self, engine: Engine) -> list[QueuedPart]:
         """Let a device take its open batch; what is left out: it expired, or was released."""
+        self._fill_padding(engine)
         now, taken = self._now(), engine.take()
         wanted = {part.number: part for part in taken if self._ledger.is_wanted(part.item, now)}
         engine.running |= wanted

@@ -128,7 +128,7 @@ def test_a_batch_beyond_every_graph_is_exactly_one_eager_forward(capacity: Capac
     for _ in range(2):
         house.submit(16, 8)
     boundless = [Capacity(1 << 20, 1 << 20, 1 << 20, 1 << 20)]
-    house.engine.paths = path_states(house.tower.planner, {"main": boundless, "side": boundless})
+    house.engine.paths = path_states(house.tower.planner, {"main": boundless, "side": boundless}, use_graphs=True)
     house.dispatcher.run(house.take())
     house.dispatcher.stop()
     house.dispatcher.finish_forever()

@@ -30,10 +30,21 @@ from ..parts import Batch, Failure, Intake, Part
 from ..types import ROW_BYTES, Capacity, ItemPlan
 
 
-def path_states(planner: Planner, capacities: Mapping[str, Sequence[Capacity]]) -> dict[str, PathState]:
+def path_states(
+    planner: Planner, capacities: Mapping[str, Sequence[Capacity]], *, use_graphs: bool
+) -> dict[str, PathState]:
     """What an engine would say of its paths."""
     return {
-        name: PathState(name, [], 0, 0, 0.0, path.rows_per_unit, path.tokens_per_unit, list(capacities[name]))
+        name: PathState(
+            name,
+            sorted({capacity.units for capacity in capacities[name]}) if use_graphs else [],
+            len(capacities[name]) if use_graphs else 0,
+            0,
+            0.0,
+            path.rows_per_unit,
+            path.tokens_per_unit,
+            list(capacities[name]),
+        )
         for name, path in planner.paths.items()
     }
 
@@ -64,7 +75,8 @@ class InProcessEngine:
         self._inbox: queue.SimpleQueue[Land | Run | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of the batcher
         self.batcher = Batcher(self.ledger)
-        self.batcher.engines[0] = Engine(0, path_states(tower.planner, capacities), self._inbox.put)
+        states = path_states(tower.planner, capacities, use_graphs=use_graphs)
+        self.batcher.engines[0] = Engine(0, states, self._inbox.put)
         self.dispatcher = Dispatcher(
             tower,
             graphs,
