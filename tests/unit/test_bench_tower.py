@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -124,7 +125,7 @@ def test_greedy_packs_as_published_and_runs_the_smallest_budget(attention: Sdpa)
     assert dispatches > 40
 
 
-def test_ours_and_eager_keep_the_order_and_no_policy_changes_a_row() -> None:
+def test_every_policy_runs_all_images_eager_in_their_order_and_none_changes_a_row() -> None:
     built, ours = fake(Sdpa())
     calls = [images(built, seed) for seed in range(8)]
     with torch.inference_mode():
@@ -136,9 +137,10 @@ def test_ours_and_eager_keep_the_order_and_no_policy_changes_a_row() -> None:
                 items = place(engine, ours, plans)  # in one order, for the same pixels
                 engine.forget()
                 engine.run(items)
-                if policy.name != "greedy":
-                    assert [plan for batch in engine.batches for plan in plans_of(batch)] == plans
+                ran = [plan for batch in engine.batches for plan in plans_of(batch)]
+                assert Counter(map(id, ran)) == Counter(map(id, plans))
                 if policy.name == "eager":
+                    assert ran == plans
                     assert [{run.budget for run in batch.runs} for batch in engine.batches] == [{0}]
                 call = torch.cat([engine.rows(item) for item in items])
                 rows[policy.name] = torch.cat([rows.get(policy.name, call[:0]), call])

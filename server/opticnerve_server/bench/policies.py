@@ -1,7 +1,7 @@
 """Two other policies of dispatch, on the same kernels, in benches alone: greedy packing, and no graphs.
 
 `ours` is a server's: a call's images in their order, as many in a batch as the largest graph holds, each batch by the
-smallest of the automatic budgets that holds it.
+smallest of the automatic budgets that holds it, and later images in what padding that leaves.
 
 `greedy` is what vLLM's `EncoderCudaGraphManager` did up to 0.33, with what it derives by itself. Budgets are the
 smallest, its doubles, and the largest. The images of a call are sorted by their tokens, the smallest first; each joins
