@@ -106,12 +106,14 @@ class House:
         self.call_of: dict[Item, int] = {}
         self.tower.forwards.clear()
 
-    def submit(self, height: int, width: int, *, dtype: str = "float32", deadline: float = 1e12) -> Item:
+    def submit(
+        self, height: int, width: int, *, dtype: str = "float32", deadline: float = 1e12, tenant: str = ""
+    ) -> Item:
         rng = np.random.default_rng(self.calls)
         media = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
         plan = self.tower.planner.plan(ImageItem(height, width))
         request = ItemRequest(plan.tokens, 0, plan.pixel_bytes, plan.tokens * 2 * 4)
-        ((_, granted),) = self.ledger.reserve(0, Reserve(self.calls, [0], [request], deadline))
+        ((_, granted),) = self.ledger.reserve(0, Reserve(self.calls, [0], [request], deadline, tenant))
         assert isinstance(granted, Granted)
         item, _ = self.ledger.submit(0, Submit(self.calls, 0, plan, dtype))
         assert item is not None

@@ -72,31 +72,31 @@ class Engine:
         return len(self.predicted)
 
     def holds(self, plan: ItemPlan) -> bool:
-        """Whether the open batch has room. A part that no capacity holds is alone in its batch."""
+        """Whether the open batch has room. A part that no capacity of one path holds is alone in its batch."""
         return not self.open or all(
-            some_holds(self.paths[path].capacities, self._load(path).plus(asked))
-            for path, asked in plan.paths.items()
-            if asked.units
+            some_holds(self.paths[path].capacities, load) for path, load in self._loads(plan).items() if load.units
         )
 
     def pads(self, plan: ItemPlan) -> bool:
-        """Whether the graphs of the open batch have padding for a part: with it, the budgets are the same."""
+        """Whether the graphs of the open batch have padding for a part: with it, the budgets are the same. Those of a
+        device that does not compute have none.
+        """
 
         def budget(path: str, load: Load) -> int:
             state = self.paths[path]
             chosen = fits(state.capacities, load) if load.units and state.budgets else None
             return chosen.units if isinstance(chosen, Capacity) else 0
 
-        return all(
-            0 < budget(path, self._load(path)) == budget(path, self._load(path).plus(asked))
-            for path, asked in plan.paths.items()
-            if asked.units
+        return self.works and all(
+            0 < budget(path, self._load(path)) == budget(path, load)
+            for path, load in self._loads(plan).items()
+            if load.units
         )
 
     def join(self, part: QueuedPart) -> None:
         self.open[part.number] = part
         self.cost += part.cost
-        self.load = {path: self._load(path).plus(asked) for path, asked in part.plan.paths.items()}
+        self.load = self._loads(part.plan)
 
     def take(self) -> list[QueuedPart]:
         """Close the open batch."""
@@ -112,6 +112,10 @@ class Engine:
 
     def _load(self, path: str) -> Load:
         return self.load.get(path) or Load(0, 0, 0, 0)
+
+    def _loads(self, plan: ItemPlan) -> dict[str, Load]:
+        """With one more part."""
+        return {path: self._load(path).plus(asked) for path, asked in plan.paths.items()}
 
 
 class Batcher:
@@ -190,8 +194,8 @@ class Batcher:
     def _queue(self, part: QueuedPart) -> None:
         heapq.heappush(self._ready, (part.item.order, part.item.index, part.number, part))
 
-    def _join(self, engine: Engine, part: QueuedPart) -> None:
-        if self._ledger.to_device(part.item):
+    def _join(self, engine: Engine, part: QueuedPart, *, early: bool = False) -> None:
+        if self._ledger.to_device(part.item, early=early):
             engine.join(part)
             engine.send(Land(part.work))
 
@@ -200,7 +204,7 @@ class Batcher:
         looked_at = [heapq.heappop(self._ready) for _ in range(min(LOOKED_AT, len(self._ready)))]
         for entry in looked_at:
             if engine.pads(entry[-1].plan):
-                self._join(engine, entry[-1])
+                self._join(engine, entry[-1], early=True)
             else:
                 heapq.heappush(self._ready, entry)
 

@@ -128,12 +128,15 @@ class Ledger:
                 self._settle(item)
             return [(frontend, LeasesEnded(call, len(held)))]
 
-    def to_device(self, item: Item) -> bool:
-        """A part of the item joins a batch. False if nobody waits for it any more: it must not."""
+    def to_device(self, item: Item, *, early: bool = False) -> bool:
+        """A part of the item joins a batch, `early` if others wait before it: calls that come now keep their place
+        among those. False if nobody waits for it any more: it must not.
+        """
         with self._lock:
             if item.unwanted or item.failed:
                 return False
-            self._shares.reach(item.order[0])
+            if not early:
+                self._shares.reach(item.order[0])
             item.on_device += 1
             self.on_device += 1
             if item.on_device == 1:

@@ -201,6 +201,16 @@ def test_an_engine_that_does_not_compute_gets_nothing_while_others_do(host: Host
     assert host.batches().keys() == {0, 1}, "none computes: it is tried, and finds out"
 
 
+def test_nothing_more_goes_with_a_batch_of_an_engine_that_does_not_compute() -> None:
+    host = Host(2)
+    host.call(UNITS, UNITS)
+    host.call(LARGE)
+    (first,) = (engine for engine in host.batcher.engines.values() if engine.open)
+    first.works = False
+    host.call(UNITS, UNITS, SMALL)  # the last has room beside the large one alone
+    assert host.batches()[first.device] == [LARGE]
+
+
 def test_parts_of_a_dead_engine_run_on_others_once(host: Host) -> None:
     host.call(*[LARGE] * 8)
     host.call(SMALL)  # waits in an open batch

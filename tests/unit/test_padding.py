@@ -14,6 +14,11 @@ def batches(*shapes: tuple[int, int], use_graphs: bool = True, side: int = 8) ->
     house = House(capacities={"main": MAIN, "side": [Capacity(side, 8, 8, 1)]}, use_graphs=use_graphs)
     for shape in shapes:
         house.submit(*shape)
+    return told(house)
+
+
+def told(house: House) -> list[tuple[list[int], list[int]]]:
+    """The same of what is queued."""
     house.run_all()
     for call in range(house.calls):
         house.check(call)
@@ -41,8 +46,7 @@ def test_no_part_makes_the_graph_of_another_longer() -> None:
 
 
 def test_what_does_not_fit_keeps_its_place() -> None:
-    told = batches(units(40), units(30), units(31), units(8), units(1))
-    assert told == [([0, 3], [48]), ([1, 2, 4], [64])]
+    assert batches(units(40), units(30), units(31), units(8), units(1)) == [([0, 3], [48]), ([1, 2, 4], [64])]
 
 
 def test_a_path_that_the_batch_does_not_run_has_no_padding() -> None:
@@ -60,3 +64,20 @@ def test_only_the_next_are_looked_at() -> None:
     large = [units(33)] * LOOKED_AT
     assert batches(units(40), *large[1:], units(8))[0][0] == [0, LOOKED_AT]
     assert batches(units(40), *large, units(8))[0][0] == [0]
+
+
+def test_what_one_path_runs_eagerly_is_alone_on_all() -> None:
+    """Its pixels may be more than landing blocks hold."""
+    wide = (4, 8)
+    assert batches(wide, units(1), side=1) == [([0], [32, 0]), ([1], [32])]
+    assert batches(units(1), wide, side=1) == [([0], [32]), ([1], [32, 0])]
+    assert batches(wide, units(64), units(1), side=1) == [([0], [32, 0]), ([1], [64]), ([2], [32])]
+
+
+def test_who_comes_later_keeps_a_turn_before_those_that_the_padding_passed_over() -> None:
+    house = House(capacities={"main": MAIN, "side": [Capacity(8, 8, 8, 1)]})
+    for shape in (units(40), *[units(33)] * 4, units(8)):
+        house.submit(*shape, tenant="a")
+    house.free()  # two batches are taken, a third lands
+    house.submit(*units(33), tenant="b")
+    assert [calls for calls, _ in told(house)] == [[0, 5], [1], [2], [6], [3], [4]]
