@@ -3,8 +3,8 @@
 While a device is busy, ready parts join the open batches, first come first served by call, and their pixels begin to
 land. When the device is free it takes its batch as it is; a batch that is full it takes ahead, behind the one that it
 computes, for nothing would be gained by waiting. Parts that no open batch has room for stay in one queue: they go to
-whichever engine takes its batch first. Later ones that fit into the padding of the graph that a batch takes go with it:
-it computes them in any case, and nobody waits longer. An item larger than any graph, a long video, comes as several
+whichever engine takes its batch first. Later ones that fit into the padding of the graph that a batch takes go with it,
+which takes as long without them. An item larger than any graph, a long video, comes as several
 parts where its segments allow, and is alone in its batch otherwise.
 """
 
