@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 
 from msgspec.structs import replace
 
 from .models.base import Planner
 from .types import Capacity, ItemPlan, Load, Reason
+
+_units = attrgetter("units")
 
 
 def holds(capacity: Capacity, load: Load) -> bool:
@@ -25,7 +29,7 @@ def fits(capacities: Sequence[Capacity], load: Load) -> Capacity | Reason:
 
     The one rule of what may run as a replay: the batcher fills a batch by it, the dispatcher chooses by it.
     """
-    for capacity in capacities:
+    for capacity in capacities[bisect_left(capacities, load.units, key=_units) :]:
         if holds(capacity, load):
             return capacity
     if not capacities:
