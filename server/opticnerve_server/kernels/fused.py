@@ -31,7 +31,7 @@ def _norm(  # type: ignore[no-untyped-def]
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     dtype = out.dtype.element_ty
-    # All weights come first: a load that stands behind a sum would wait for it.
+    # All loads come first: what stands behind a sum waits for it.
     gain = tl.load(weight + column, inside, 0).to(tl.float32)
     if not RMS:
         offset = tl.load(bias + column, inside, 0).to(tl.float32)
